@@ -1,0 +1,319 @@
+"""Settings: one TOML file plus ``--section.key=value``, checked whole before anything is built.
+
+Defaults are the paper's four-epoch run where it states one. Paths are relative to the working folder.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import tomli_w
+from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import model_validator
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
+from pydantic_settings import TomlConfigSettingsSource
+from tomllib import TOMLDecodeError
+
+from pnpo_megatron.errors import ConfigError
+
+
+class Section(BaseModel, frozen=True, extra="forbid"):
+    """One table of the TOML file."""
+
+
+class RunConfig(Section):
+    """Where a run lives."""
+
+    folder: Path = Path("runs/pnpo")
+    deterministic: bool = False
+    """GPUs only: bitwise resume, slower kernels. CPU runs always repeat bit for bit."""
+    timeout_s: PositiveFloat = 1800.0
+    """Longest wait of a rank for its peers (collectives of the learner)."""
+
+
+class ModelConfig(Section):
+    """The trained model."""
+
+    hf: Path
+    """Hugging Face folder: config.json, safetensors, tokenizer. Code in it is never run."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    recompute: Literal["none", "selective", "full"] = "none"
+    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
+    logprob_chunk: PositiveInt = 1024
+    """Tokens that go through the output layer at once; bounds the memory of logits."""
+
+
+class ParallelConfig(Section):
+    """Megatron-Core's splits; data parallelism takes the ranks that are left."""
+
+    tensor: PositiveInt = 1
+    pipeline: PositiveInt = 1
+    virtual_pipeline: PositiveInt = 1
+    context: PositiveInt = 1
+    expert: PositiveInt = 1
+    sequence: bool = False
+
+    @model_validator(mode="after")
+    def _splits_fit_together(self) -> Self:
+        if self.sequence and self.tensor == 1:
+            raise ValueError("parallel.sequence = true splits over parallel.tensor = 1; use tensor = 2 or more, "
+                             "or sequence = false")
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ValueError(f"parallel.virtual_pipeline = {self.virtual_pipeline} needs parallel.pipeline of at least 2; "
+                             "use virtual_pipeline = 1")
+        return self
+
+
+class DataConfig(Section):
+    """Prompts and how they are rendered."""
+
+    prompts: str
+    """JSON Lines ``{"id","problem","answer"}`` or DAPO-Math-17k's parquet columns."""
+    template: str = "chat"
+    """``chat`` (the tokenizer's), ``raw`` (the problem as it stands), or a Jinja file."""
+    shuffle: bool = True
+    conflicts: Literal["error", "drop"] = "error"
+    """One prompt with two golds: stop, or drop every row of that prompt."""
+    system_prompt: str = ""
+    template_kwargs: dict[str, bool | int | str] = {}
+
+
+class RolloutConfig(Section):
+    """One rollout batch and the engine that samples it."""
+
+    prompts: PositiveInt = 256
+    group_size: PositiveInt = 8
+    temperature: PositiveFloat = 1.0
+    top_p: float = 1.0
+    max_prompt_tokens: PositiveInt = 1024
+    max_response_tokens: PositiveInt = 15360
+    min_tokens: NonNegativeInt = 0
+    engine: Literal["vllm"] = "vllm"
+    replay: str = ""
+    """Train on the stored rollouts of this run folder instead of sampling."""
+    kv_cache_bytes: PositiveInt | None = None
+    """Key-value cache of the engine; None takes 256 MiB on CPU, and the engine's own rule on GPUs."""
+    max_num_seqs: PositiveInt = 256
+    enforce_eager: bool | None = None
+    """None: eager on CPU, graphs on GPUs."""
+    threads: PositiveInt = 1
+    """CPU threads of the engine."""
+    keep: NonNegativeInt = 3
+    """Binary rollout files kept, 0 for all; the JSON Lines are always kept."""
+    max_mismatch: NonNegativeFloat = 0.0
+    """Stop when the mean |learner - engine| log-prob of a sync check exceeds this; 0 only logs it."""
+    start_timeout_s: PositiveFloat = 900.0
+    generate_timeout_s: PositiveFloat = 7200.0
+    sync_timeout_s: PositiveFloat = 600.0
+
+    @model_validator(mode="after")
+    def _training_samples_the_whole_distribution(self) -> Self:
+        if self.top_p != 1.0:
+            raise ValueError(f"rollout.top_p = {self.top_p}: ratios are taken against the untruncated policy, so "
+                             "training needs 1.0; eval.top_p is free")
+        return self
+
+
+class RewardConfig(Section):
+    """A reward is a plain function of one response."""
+
+    function: str = "math"
+    """``math`` or ``module:function``, taking a RewardInput and returning a float."""
+    workers: PositiveInt = 2
+    timeout_s: PositiveFloat = 10.0
+    max_fault_rate: float = Field(0.01, ge=0.0, le=1.0)
+    permute: bool = False
+    """Control experiment: shuffle the rewards inside every group, so that they teach nothing but format."""
+
+
+class ObjectiveConfig(Section):
+    """A preset by name; a key that is given overrides the preset's."""
+
+    name: Literal["pnpo", "gspo", "grpo", "cumulative", "minpro"] = "pnpo"
+    weight: str | None = None
+    """``token | prefix | cumulative | minpro | sequence`` or ``module:function``."""
+    gate: Literal["sqrt", "flat", "clip", "none"] | None = None
+    mean: Literal["response", "token"] | None = None
+    gate_low: PositiveFloat | None = None
+    gate_high: PositiveFloat | None = None
+    clip_low: PositiveFloat | None = None
+    clip_high: PositiveFloat | None = None
+    dual_clip: PositiveFloat | None = None
+    gate_reference_length: PositiveInt | None = None
+    advantage_std: Literal["population", "sample", "none"] = "population"
+    epochs: PositiveInt = 4
+    """Policy-update epochs per rollout batch (K)."""
+    mini_batch: PositiveInt = 64
+    """Prompt groups per optimizer update."""
+    old_logprobs: Literal["learner", "rollout"] = "learner"
+
+
+class OptimizerConfig(Section):
+    """AdamW over Megatron-Core's (distributed) optimizer; no decay on biases and 1-D parameters."""
+
+    lr: PositiveFloat = 1e-6
+    warmup_steps: NonNegativeInt = 10
+    """Rollout batches, not updates: the rate is constant within a step."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    weight_decay: NonNegativeFloat = 0.1
+    clip_grad: NonNegativeFloat = 1.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+    distributed: bool = True
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    max_skipped: PositiveInt = 8
+    """Non-finite updates in a row after which the run stops."""
+
+
+class BatchingConfig(Section):
+    """Micro-batches."""
+
+    max_tokens: PositiveInt = 16384
+    """Padded tokens one rank holds after the context-parallel split."""
+    layout: Literal["packed", "padded"] = "packed"
+
+
+class EvalConfig(Section):
+    """Avg@k on benchmark files, before training, every N steps and at the end."""
+
+    every: NonNegativeInt = 10
+    samples: PositiveInt = 32
+    temperature: NonNegativeFloat = 0.7
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    max_response_tokens: PositiveInt | None = None
+    benchmarks: list[str] = []
+
+
+class CheckpointConfig(Section):
+    """Resumable checkpoints."""
+
+    every: NonNegativeInt = 10
+    keep: PositiveInt = 3
+
+
+class ExportConfig(Section):
+    """Hugging Face folders written during training; the last step is always exported."""
+
+    every: NonNegativeInt = 0
+
+
+class Config(BaseSettings):
+    """Everything a run depends on."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid")
+
+    seed: NonNegativeInt = 42
+    steps: PositiveInt = 150
+    """Rollout batches."""
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    batching: BatchingConfig = BatchingConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    export: ExportConfig = ExportConfig()
+
+    @model_validator(mode="after")
+    def _groups_fill_every_update(self) -> Self:
+        prompts, groups = self.rollout.prompts, self.objective.mini_batch
+        if prompts % groups:
+            raise ValueError(
+                f"rollout.prompts = {prompts} does not split into updates of objective.mini_batch = {groups} groups; "
+                f"use {max(prompts - prompts % groups, groups)} prompts, or a mini_batch that divides {prompts}")
+        return self
+
+    @model_validator(mode="after")
+    def _a_sequence_fits_a_micro_batch(self) -> Self:
+        multiple = 2 * self.parallel.context * (self.parallel.tensor if self.parallel.sequence else 1)
+        longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
+        needed = -(-longest // multiple) * multiple // self.parallel.context
+        if needed > self.batching.max_tokens:
+            raise ValueError(
+                f"batching.max_tokens = {self.batching.max_tokens} cannot hold one prompt and response of {longest} tokens "
+                f"over {self.parallel.context} context-parallel ranks; use {needed} or more")
+        return self
+
+    def to_toml(self) -> str:
+        """The resolved settings, loadable again."""
+        return tomli_w.dumps(_without_none(self.model_dump(mode="json")))
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file and ``--section.key=value`` overrides.
+
+    Raises:
+        ConfigError: one line with the key, what was found and what would work.
+    """
+    if not Path(path).is_file():
+        raise ConfigError(f"{path}: no such file; give the path of a TOML configuration, e.g. "
+                          "examples/arithmetic_cpu/config.toml")
+
+    class Sources(Config):
+        @classmethod
+        def settings_customise_sources(cls, settings_cls: type[BaseSettings], **_: Any) -> tuple[Any, ...]:
+            flags = CliSettingsSource[Any](settings_cls, cli_parse_args=list(overrides), cli_exit_on_error=False)
+            return flags, TomlConfigSettingsSource(settings_cls, path)
+
+    try:
+        return Config.model_validate(Sources().model_dump())
+    except TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    except SettingsError as error:
+        raise ConfigError(_flag_message(str(error))) from error
+    except ValidationError as error:
+        raise ConfigError("; ".join(_message(detail) for detail in error.errors())) from error
+
+
+def known_keys() -> dict[str, Any]:
+    """Every ``section.key`` with its default; `...` for the required ones."""
+    keys: dict[str, Any] = {}
+    for name, info in Config.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            for key, field in info.annotation.model_fields.items():
+                keys[f"{name}.{key}"] = ... if field.is_required() else field.default
+        else:
+            keys[name] = info.default
+    return keys
+
+
+def _message(detail: ErrorDetails) -> str:
+    key = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return _unknown_key(key)
+    if detail["type"] == "missing":
+        return f"{key}: missing; set it in the file or with --{key}=VALUE"
+    if detail["type"] == "value_error":
+        return detail["msg"].removeprefix("Value error, ")
+    default = known_keys().get(".".join(str(part) for part in detail["loc"][:2]))
+    works = "" if default in (..., None, "", []) else f"; {default} works"
+    return f"{key} = {detail['input']!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}{works}"
+
+
+def _unknown_key(key: str) -> str:
+    near = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"sections are {', '.join(Config.model_fields)}"
+    return f"{key}: unknown setting; {hint}"
+
+
+def _flag_message(text: str) -> str:
+    unknown = text.rpartition("unrecognized arguments: ")[2].split()
+    if "unrecognized arguments" in text and unknown:
+        key = unknown[0].lstrip("-").partition("=")[0]
+        return _unknown_key(key) if unknown[0].startswith("--") else f"{unknown[0]}: expected --section.key=value"
+    return text
+
+
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
+    """TOML has no null: an absent key means the default, which is None wherever None is allowed."""
+    return {key: _without_none(value) if isinstance(value, dict) else value
+            for key, value in values.items() if value is not None}

@@ -1,0 +1,109 @@
+"""Rollout files: a JSON Lines file for people and a safetensors file for replay, one pair a step."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pnpo_megatron.errors import DataError
+from pnpo_megatron.types import RolloutBatch, SequenceRecord, TrainSequence
+
+
+def to_arrays(batch: RolloutBatch) -> dict[str, Tensor]:
+    """A batch as flat arrays: [N] over all tokens of all sequences, `lengths` and `advantages` over sequences."""
+    sequences = batch.sequences
+    arrays = {
+        "ids": torch.cat([s.ids for s in sequences]).to(torch.int32),
+        "response_mask": torch.cat([s.response_mask for s in sequences]).to(torch.uint8),
+        "rollout_logprobs": torch.cat([s.rollout_logprobs for s in sequences]),
+        "lengths": torch.tensor([len(s.ids) for s in sequences]),
+        "advantages": torch.tensor([s.advantage for s in sequences], dtype=torch.float64),
+    }
+    old = [s.old_logprobs for s in sequences if s.old_logprobs is not None]
+    if old:
+        arrays["old_logprobs"] = torch.cat(old)
+    return arrays
+
+
+def from_arrays(step: int, arrays: dict[str, Tensor], records: Sequence[SequenceRecord]) -> RolloutBatch:
+    """The inverse of `to_arrays`, without old log-probs: the learner that replays scores them itself."""
+    lengths = arrays["lengths"].tolist()
+    columns = zip(
+        arrays["ids"].long().split(lengths),
+        arrays["response_mask"].bool().split(lengths),
+        arrays["rollout_logprobs"].split(lengths),
+        arrays["advantages"].tolist(),
+        strict=True,
+    )
+    sequences = tuple(TrainSequence(ids, mask, logprobs, advantage) for ids, mask, logprobs, advantage in columns)
+    return RolloutBatch(step, sequences, tuple(records), tuple(record.group for record in records))
+
+
+class RolloutStore:
+    """Writes a run's rollouts in the background and reads another run's for replay."""
+
+    def __init__(self, run_folder: Path, keep: int = 0) -> None:
+        """`keep`: binary files to keep, 0 for all."""
+        self.folder = run_folder / "rollouts"
+        self._keep = keep
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollouts")
+        self._pending: Future[None] | None = None
+
+    def write(self, batch: RolloutBatch) -> None:
+        """Start writing; waits for (and reports the failure of) the write before it."""
+        self.flush()
+        self._pending = self._writer.submit(self._write, batch)
+
+    def flush(self) -> None:
+        """Wait until everything is on disk."""
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+    def read(self, step: int) -> RolloutBatch:
+        """The stored batch of one step.
+
+        Raises:
+            DataError: the step was never stored, or its binary file is gone.
+        """
+        text, binary = self._paths(step)
+        for path in (text, binary):
+            if not path.is_file():
+                raise DataError(f"{path}: missing, so step {step} cannot be replayed; point rollout.replay at a run made "
+                                "with rollout.keep = 0, or lower steps to the last one stored")
+        rows = [json.loads(line) for line in text.read_text(encoding="utf-8").splitlines()]
+        records = [SequenceRecord(**{k: v for k, v in row.items() if k != "advantage"}) for row in rows]
+        return from_arrays(step, load_file(binary), records)
+
+    def _write(self, batch: RolloutBatch) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        text, binary = self._paths(batch.step)
+        rows = (
+            asdict(record) | {"advantage": sequence.advantage}
+            for record, sequence in zip(batch.records, batch.sequences, strict=True)
+        )
+        _publish(text, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+        staged = binary.with_suffix(".tmp")
+        save_file(to_arrays(batch), staged)
+        os.replace(staged, binary)
+        if self._keep:
+            for stale in sorted(self.folder.glob("step_*.safetensors"))[: -self._keep]:
+                stale.unlink()
+
+    def _paths(self, step: int) -> tuple[Path, Path]:
+        name = f"step_{step:06d}"
+        return self.folder / f"{name}.jsonl", self.folder / f"{name}.safetensors"
+
+
+def _publish(path: Path, content: bytes) -> None:
+    staged = path.with_suffix(".tmp")
+    staged.write_bytes(content)
+    os.replace(staged, path)
