@@ -8,15 +8,28 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
+from tomllib import TOMLDecodeError
 from typing import Any, Literal, Self
 
 import tomli_w
-from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
-from pydantic import model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
-from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
-from pydantic_settings import TomlConfigSettingsSource
-from tomllib import TOMLDecodeError
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+    TomlConfigSettingsSource,
+)
 
 from pnpo_megatron.errors import ConfigError
 
@@ -60,11 +73,15 @@ class ParallelConfig(Section):
     @model_validator(mode="after")
     def _splits_fit_together(self) -> Self:
         if self.sequence and self.tensor == 1:
-            raise ValueError("parallel.sequence = true splits over parallel.tensor = 1; use tensor = 2 or more, "
-                             "or sequence = false")
+            raise ValueError(
+                "parallel.sequence = true splits over parallel.tensor = 1; use tensor = 2 or more, "
+                "or sequence = false"
+            )
         if self.virtual_pipeline > 1 and self.pipeline == 1:
-            raise ValueError(f"parallel.virtual_pipeline = {self.virtual_pipeline} needs parallel.pipeline of at least 2; "
-                             "use virtual_pipeline = 1")
+            raise ValueError(
+                f"parallel.virtual_pipeline = {self.virtual_pipeline} needs parallel.pipeline of at least 2; "
+                "use virtual_pipeline = 1"
+            )
         return self
 
 
@@ -113,8 +130,10 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _training_samples_the_whole_distribution(self) -> Self:
         if self.top_p != 1.0:
-            raise ValueError(f"rollout.top_p = {self.top_p}: ratios are taken against the untruncated policy, so "
-                             "training needs 1.0; eval.top_p is free")
+            raise ValueError(
+                f"rollout.top_p = {self.top_p}: ratios are taken against the untruncated policy, so "
+                "training needs 1.0; eval.top_p is free"
+            )
         return self
 
 
@@ -228,8 +247,11 @@ class Config(BaseSettings):
         prompts, groups = self.rollout.prompts, self.objective.mini_batch
         if prompts % groups:
             raise ValueError(
-                f"rollout.prompts = {prompts} does not split into updates of objective.mini_batch = {groups} groups; "
-                f"use {max(prompts - prompts % groups, groups)} prompts, or a mini_batch that divides {prompts}")
+                f"rollout.prompts = {prompts} does not split into updates of "
+                f"objective.mini_batch = {groups} groups; "
+                f"use {max(prompts - prompts % groups, groups)} prompts, "
+                f"or a mini_batch that divides {prompts}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -239,8 +261,9 @@ class Config(BaseSettings):
         needed = -(-longest // multiple) * multiple // self.parallel.context
         if needed > self.batching.max_tokens:
             raise ValueError(
-                f"batching.max_tokens = {self.batching.max_tokens} cannot hold one prompt and response of {longest} tokens "
-                f"over {self.parallel.context} context-parallel ranks; use {needed} or more")
+                f"batching.max_tokens = {self.batching.max_tokens} cannot hold one prompt and response "
+                f"of {longest} tokens over {self.parallel.context} context-parallel ranks; use {needed} or more"
+            )
         return self
 
     def to_toml(self) -> str:
@@ -255,13 +278,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         ConfigError: one line with the key, what was found and what would work.
     """
     if not Path(path).is_file():
-        raise ConfigError(f"{path}: no such file; give the path of a TOML configuration, e.g. "
-                          "examples/arithmetic_cpu/config.toml")
+        raise ConfigError(
+            f"{path}: no such file; give the path of a TOML configuration, e.g. "
+            "examples/arithmetic_cpu/config.toml"
+        )
 
     class Sources(Config):
         @classmethod
         def settings_customise_sources(cls, settings_cls: type[BaseSettings], **_: Any) -> tuple[Any, ...]:
-            flags = CliSettingsSource[Any](settings_cls, cli_parse_args=list(overrides), cli_exit_on_error=False)
+            flags = CliSettingsSource[Any](
+                settings_cls, cli_parse_args=list(overrides), cli_exit_on_error=False
+            )
             return flags, TomlConfigSettingsSource(settings_cls, path)
 
     try:
@@ -309,11 +336,18 @@ def _flag_message(text: str) -> str:
     unknown = text.rpartition("unrecognized arguments: ")[2].split()
     if "unrecognized arguments" in text and unknown:
         key = unknown[0].lstrip("-").partition("=")[0]
-        return _unknown_key(key) if unknown[0].startswith("--") else f"{unknown[0]}: expected --section.key=value"
+        return (
+            _unknown_key(key)
+            if unknown[0].startswith("--")
+            else f"{unknown[0]}: expected --section.key=value"
+        )
     return text
 
 
 def _without_none(values: dict[str, Any]) -> dict[str, Any]:
     """TOML has no null: an absent key means the default, which is None wherever None is allowed."""
-    return {key: _without_none(value) if isinstance(value, dict) else value
-            for key, value in values.items() if value is not None}
+    return {
+        key: _without_none(value) if isinstance(value, dict) else value
+        for key, value in values.items()
+        if value is not None
+    }

@@ -17,8 +17,10 @@ from torch.utils.tensorboard import SummaryWriter
 class Monitor:
     """Writes the metrics of one run. Only rank 0 has one that is `active`; the others drop every row."""
 
-    def __init__(self, folder: Path, *, total_updates: int, active: bool = True, resume_at_bytes: int | None = None) -> None:
-        """`resume_at_bytes`: cut metrics.jsonl back to what the checkpoint had seen; None starts a new file."""
+    def __init__(
+        self, folder: Path, *, total_updates: int, active: bool = True, resume_at_bytes: int | None = None
+    ) -> None:
+        """`resume_at_bytes`: cut metrics.jsonl back to what the checkpoint saw; None starts a new file."""
         self._active = active
         self._file: IO[str] | None = None
         if not active:
@@ -34,9 +36,14 @@ class Monitor:
         self._tensorboard = SummaryWriter(str(folder / "tb"))
         self._console = Console(file=sys.stderr)
         self._progress = Progress(
-            TextColumn("[bold]{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} updates"),
-            TextColumn("{task.fields[note]}"), TimeRemainingColumn(), console=self._console,
-            disable=not self._console.is_terminal)
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total} updates"),
+            TextColumn("{task.fields[note]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
         self._task: TaskID = self._progress.add_task("training", total=total_updates, note="")
         self._progress.start()
         self._latest: dict[str, float] = {}
@@ -59,8 +66,11 @@ class Monitor:
         if not self._active:
             return
         self._write({"kind": "eval", "step": step, "update": update}, metrics, at=update)
-        scores = "  ".join(f"{key.removeprefix('eval/')} {value:.4f}" for key, value in metrics.items()
-                           if key.endswith(("avg_at_k", "macro")))
+        scores = "  ".join(
+            f"{key.removeprefix('eval/')} {value:.4f}"
+            for key, value in metrics.items()
+            if key.endswith(("avg_at_k", "macro"))
+        )
         self.say(f"step {step}: {scores}")
 
     def log_step(self, step: int) -> None:
@@ -90,7 +100,9 @@ class Monitor:
 
     def _note(self) -> str:
         shown = {"reward/mean": "reward", "gate/rejected_fraction": "rejected", "loss": "loss"}
-        return "  ".join(f"{short} {self._latest[key]:.4g}" for key, short in shown.items() if key in self._latest)
+        return "  ".join(
+            f"{short} {self._latest[key]:.4g}" for key, short in shown.items() if key in self._latest
+        )
 
 
 def _json_number(value: Any) -> Any:

@@ -62,6 +62,7 @@ class Rollout:
 
     @property
     def truncated(self) -> bool:
+        """Cut off by the length limit."""
         return self.finish_reason == "length"
 
 

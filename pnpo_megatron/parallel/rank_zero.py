@@ -18,7 +18,7 @@ class PeerError(RuntimeError):
 def control_group(timeout_s: float) -> dist.ProcessGroup | None:
     """A gloo group of all ranks for waits around sampling and saving; None in a single process.
 
-    Its timeout is the longest such wait. NCCL never carries these: its idle kernels spin on the engine's GPUs.
+    Its timeout is the longest such wait. NCCL never carries these: idle, it spins on the engine's GPUs.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None

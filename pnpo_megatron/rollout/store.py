@@ -18,7 +18,7 @@ from pnpo_megatron.types import RolloutBatch, SequenceRecord, TrainSequence
 
 
 def to_arrays(batch: RolloutBatch) -> dict[str, Tensor]:
-    """A batch as flat arrays: [N] over all tokens of all sequences, `lengths` and `advantages` over sequences."""
+    """A batch as flat arrays: [N] over all tokens, `lengths` and `advantages` over sequences."""
     sequences = batch.sequences
     arrays = {
         "ids": torch.cat([s.ids for s in sequences]).to(torch.int32),
@@ -43,7 +43,9 @@ def from_arrays(step: int, arrays: dict[str, Tensor], records: Sequence[Sequence
         arrays["advantages"].tolist(),
         strict=True,
     )
-    sequences = tuple(TrainSequence(ids, mask, logprobs, advantage) for ids, mask, logprobs, advantage in columns)
+    sequences = tuple(
+        TrainSequence(ids, mask, logprobs, advantage) for ids, mask, logprobs, advantage in columns
+    )
     return RolloutBatch(step, sequences, tuple(records), tuple(record.group for record in records))
 
 
@@ -77,8 +79,10 @@ class RolloutStore:
         text, binary = self._paths(step)
         for path in (text, binary):
             if not path.is_file():
-                raise DataError(f"{path}: missing, so step {step} cannot be replayed; point rollout.replay at a run made "
-                                "with rollout.keep = 0, or lower steps to the last one stored")
+                raise DataError(
+                    f"{path}: missing, so step {step} cannot be replayed; point rollout.replay at a run made "
+                    "with rollout.keep = 0, or lower steps to the last one stored"
+                )
         rows = [json.loads(line) for line in text.read_text(encoding="utf-8").splitlines()]
         records = [SequenceRecord(**{k: v for k, v in row.items() if k != "advantage"}) for row in rows]
         return from_arrays(step, load_file(binary), records)
