@@ -41,7 +41,6 @@ $(SMOLLM2_STAMP): $(STAMP)
 
 lint: $(STAMP)  ## ruff and mypy
 	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
 test: lint  ## lint, then every CPU test (under 10 minutes on two cores)

