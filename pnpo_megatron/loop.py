@@ -77,7 +77,8 @@ def train(plan: Plan, parts: Parts, *, done: int = 0, update: int = 0) -> int:
                 if skipped >= plan.max_skipped:
                     raise TrainingFaultError(
                         f"{skipped} updates in a row had a loss or gradient that is not finite "
-                        f"(last: update {update}); lower optimizer.lr or optimizer.clip_grad, or look at the rollouts of this step"
+                        f"(last: update {update}); lower optimizer.lr or optimizer.clip_grad, or look at this "
+                        "step's rollouts"
                     )
 
         once = parts.sync(step)
