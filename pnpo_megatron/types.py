@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from pnpo_megatron.reward_types import RewardInput as RewardInput  # defined there, without torch
+from pnpo_megatron.reward_types import RewardResult as RewardResult
+
 if TYPE_CHECKING:
     from pnpo_megatron.algorithm.objective import Objective
 
@@ -72,27 +75,6 @@ class RolloutGroup:
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
-
-
-@dataclass(frozen=True)
-class RewardInput:
-    """All that a reward function may look at."""
-
-    prompt: str
-    answer: str
-    text: str
-    finish_reason: str | None = None
-    reasoning_open: bool = False
-    meta: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class RewardResult:
-    """``value`` is None for a fault, which is never a wrong answer (DECISIONS: Denominators)."""
-
-    value: float | None
-    timed_out: bool = False
-    fault: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,63 @@
+"""A time limit for pure-Python work that needs no signal, so that it holds in any thread (TRAPS H03)."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_REPEAT_S = 0.25
+
+
+class TimeLimitError(BaseException):
+    """Raised inside the limited block. A BaseException, so that a library's ``except Exception`` lets it pass."""
+
+
+class _Watchdog:
+    """Raises in the watched thread when time is up, again and again until the block is left."""
+
+    def __init__(self, seconds: float) -> None:
+        self._thread_id = threading.get_ident()
+        self._seconds = seconds
+        self._left = threading.Event()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._watch, name="grade-time-limit", daemon=True).start()
+
+    def _watch(self) -> None:
+        wait_s = self._seconds
+        while not self._left.wait(wait_s):
+            with self._lock:
+                if not self._left.is_set():
+                    self._raise(ctypes.py_object(TimeLimitError))
+            wait_s = _REPEAT_S
+
+    def _raise(self, error: ctypes.py_object | None) -> None:  # type: ignore[type-arg]
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread_id), error)
+
+    def leave(self) -> None:
+        """Stop watching and take back an error that was set but not raised yet."""
+        with self._lock:
+            self._left.set()
+            self._raise(None)
+
+
+@contextmanager
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """Raise `TimeLimitError` in this thread when the block takes longer than `seconds`; None: no limit.
+
+    Works between bytecodes: a single long C call (one huge integer power) is not interrupted, so callers
+    keep those out by looking at the text first, and `RewardPool` has a process to kill behind it.
+    """
+    if seconds is None:
+        yield
+        return
+    watchdog = _Watchdog(seconds)
+    try:
+        yield
+    finally:
+        try:
+            watchdog.leave()
+        except TimeLimitError:  # it landed between the last line of the block and leave()
+            watchdog.leave()
+            raise
