@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ from pnpo_megatron.types import MiniBatch, RolloutBatch, TrainSequence
 
 def mini_batches(
     batch: RolloutBatch, groups_per_update: int, *, mean: str, seed: tuple[int | str, ...]
-) -> Iterator[MiniBatch]:
+) -> list[MiniBatch]:
     """Cut a rollout batch into updates of whole groups, in an order drawn from `seed`.
 
     Args:
@@ -21,8 +21,10 @@ def mini_batches(
         groups_per_update: groups per mini-batch; must divide the number of groups.
         mean: "response" or "token", see `loss_shares`.
         seed: (seed, step, epoch); the same parts give the same order on every rank and on resume.
-    Yields:
+
+    Returns:
         Mini-batches; inside one, sequences stand in the drawn order of groups, and in a group in batch order.
+
     Raises:
         ConfigError: `groups_per_update` does not divide the number of groups.
     """
@@ -37,10 +39,12 @@ def mini_batches(
     generator = torch.Generator().manual_seed(derive_seed(*seed))
     names = sorted(members)
     order = [names[index] for index in torch.randperm(len(names), generator=generator).tolist()]
+    updates = []
     for start in range(0, len(order), groups_per_update):
         rows = [row for group in order[start : start + groups_per_update] for row in members[group]]
         sequences = tuple(batch.sequences[row] for row in rows)
-        yield MiniBatch(sequences, loss_shares(sequences, mean), tuple(rows))
+        updates.append(MiniBatch(sequences, loss_shares(sequences, mean), tuple(rows)))
+    return updates
 
 
 def loss_shares(sequences: Sequence[TrainSequence], mean: str) -> tuple[float, ...]:
@@ -48,9 +52,11 @@ def loss_shares(sequences: Sequence[TrainSequence], mean: str) -> tuple[float, .
 
     Args:
         sequences: all sequences of the mini-batch, over all ranks.
-        mean: "response": 1 / (L * B'), B' = sequences with a trained token. "token": 1 / (all trained tokens).
+        mean: "response": 1 / (L * B'), B' = sequences with a trained token. "token": 1 / (trained tokens).
+
     Returns:
         One share a sequence, 0 where nothing is trained; shares times lengths add up to 1.
+
     Raises:
         ConfigError: another `mean`.
     """

@@ -1,9 +1,10 @@
-"""Sequences to packed micro-batches: tensors of one context-parallel rank, built without a loop over tokens."""
+"""Sequences to packed micro-batches on one context-parallel rank, built without a loop over tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from pnpo_megatron.data.partition import Layout
 from pnpo_megatron.types import MiniBatch, PackedBatch
 
 LocalSlots = Callable[[Tensor], Tensor]
-"""[S] chunk lengths of whole sequences laid end to end -> index of the slots this rank holds, in its order."""
+"""[S] chunk lengths -> slots of the whole sequences, laid end to end, that this rank holds, in its order."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,9 @@ def flatten(mini_batch: MiniBatch) -> FlatTokens:
 def pack(flat: FlatTokens, rows: Sequence[int], layout: Layout, local_slots: LocalSlots) -> PackedBatch:
     """One micro-batch on one context-parallel rank.
 
-    Labels and masks are shifted inside each whole sequence before anything is split, so no slot predicts a token
-    of another sequence or rank (TRAPS H13). No rows: one dummy sequence, share 0, that keeps collectives in step.
+    Labels and masks are shifted inside each whole sequence before anything is split, so no slot predicts a
+    token of another sequence or rank (TRAPS H13). No rows: one dummy sequence with share 0, which keeps
+    collectives in step.
 
     Args:
         flat: the mini-batch, from `flatten`.
@@ -118,7 +120,7 @@ def pack(flat: FlatTokens, rows: Sequence[int], layout: Layout, local_slots: Loc
 
 def to_device(packed: PackedBatch, device: torch.device) -> PackedBatch:
     """The same micro-batch with its tensors on `device`."""
-    moved = {
+    moved: dict[str, Any] = {
         field.name: value.to(device, non_blocking=True)
         for field in fields(packed)
         if isinstance(value := getattr(packed, field.name), Tensor)

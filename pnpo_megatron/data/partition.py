@@ -51,6 +51,7 @@ def plan_micro_batches(lengths: Sequence[int], layout: Layout) -> Plan:
     Args:
         lengths: tokens of each sequence, prompt and response; the plan depends on nothing else.
         layout: budget and split.
+
     Raises:
         ConfigError: a sequence is longer than the budget; the message names the value needed.
     """
@@ -67,8 +68,8 @@ def _check_budget(lengths: Sequence[int], padded: Sequence[int], layout: Layout)
         needed = longest // layout.context_size
         raise ConfigError(
             f"batching.max_tokens = {layout.max_tokens} cannot hold a sequence of {max(lengths)} tokens "
-            f"({longest} padded to a multiple of {layout.multiple}, over {layout.context_size} context-parallel "
-            f"ranks); set batching.max_tokens = {needed} or more"
+            f"({longest} padded to a multiple of {layout.multiple}, over {layout.context_size} "
+            f"context-parallel ranks); set batching.max_tokens = {needed} or more"
         )
 
 

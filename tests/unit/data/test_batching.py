@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rows import rollout_batch, sequence
+from train_rows import rollout_batch, sequence
 
 from pnpo_megatron.data.batching import loss_shares, mini_batches
 from pnpo_megatron.errors import ConfigError
@@ -39,7 +39,7 @@ def test_h09_shares_of_the_two_means_are_the_numbers_of_the_trap():
 
 
 def test_h15_a_masked_response_leaves_numerator_and_denominator_together():
-    """Lengths 4, 4 and 8, the last one masked as truncated: token-mean of all-ones is 1.0, not 0.5 (TRAPS H15)."""
+    """Lengths 4, 4 and 8, the last masked as truncated: token-mean of ones is 1.0, not 0.5 (TRAPS H15)."""
     sequences = [
         sequence(1, [True] * 4, seed=0),
         sequence(1, [True] * 4, seed=1),

@@ -6,8 +6,8 @@ import random
 
 import pytest
 import torch
-from rows import sequence
 from torch import Tensor
+from train_rows import sequence
 
 from pnpo_megatron.data.packing import FlatTokens, flatten, label_index, pack
 from pnpo_megatron.data.partition import Layout, plan_micro_batches
@@ -34,7 +34,8 @@ def zigzag(context_size: int, rank: int):
 
 
 def mini_batch(sequences: list[TrainSequence]) -> MiniBatch:
-    return MiniBatch(tuple(sequences), tuple(0.01 * (i + 1) for i in range(len(sequences))), tuple(range(len(sequences))))
+    shares = tuple(0.01 * (row + 1) for row in range(len(sequences)))
+    return MiniBatch(tuple(sequences), shares, tuple(range(len(sequences))))
 
 
 MASKS = [
@@ -79,9 +80,9 @@ def test_the_plan_depends_on_lengths_only_and_counts_round_up_for_virtual_pipeli
     assert len(plan_micro_batches(lengths, layout)[0]) == 4
 
 
-def test_a_context_parallel_group_packs_c_times_the_budget_and_a_longer_sequence_names_the_value_needed():
+def test_a_context_parallel_group_packs_c_times_the_budget_and_too_long_names_the_value_needed():
     assert len(plan_micro_batches([64] * 4, Layout(max_tokens=128, context_size=2))[0]) == 1
-    with pytest.raises(ConfigError, match=r"max_tokens = 16 .* 61 tokens .*set batching.max_tokens = 32 or more"):
+    with pytest.raises(ConfigError, match=r"max_tokens = 16 .* 61 tokens .*max_tokens = 32 or more"):
         plan_micro_batches([61, 3], Layout(max_tokens=16, context_size=2, tensor_size=2))
 
 

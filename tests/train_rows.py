@@ -7,7 +7,9 @@ import torch
 from pnpo_megatron.types import RolloutBatch, SequenceRecord, TrainSequence
 
 
-def sequence(prompt: int, mask: list[bool], *, seed: int, advantage: float = 1.0, old: bool = True) -> TrainSequence:
+def sequence(
+    prompt: int, mask: list[bool], *, seed: int, advantage: float = 1.0, old: bool = True
+) -> TrainSequence:
     """`prompt` random tokens, then one response token per entry of `mask`."""
     generator = torch.Generator().manual_seed(seed)
     total = prompt + len(mask)
@@ -27,7 +29,8 @@ def rollout_batch(groups: int, group_size: int) -> RolloutBatch:
     """Groups listed out of order in `groups`, so that reshaping would mix them."""
     numbers = tuple(group for _ in range(group_size) for group in range(groups))
     sequences = tuple(
-        sequence(2 + row % 3, [True] * (1 + row % 4), seed=row, advantage=float(row)) for row in range(len(numbers))
+        sequence(2 + row % 3, [True] * (1 + row % 4), seed=row, advantage=float(row))
+        for row in range(len(numbers))
     )
     records = tuple(
         SequenceRecord(f"p{group}", group, row // groups, row, 0, "stop", 1.0, False, "")
