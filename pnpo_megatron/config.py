@@ -261,8 +261,8 @@ class Config(BaseSettings):
         needed = -(-longest // multiple) * multiple // self.parallel.context
         if needed > self.batching.max_tokens:
             raise ValueError(
-                f"batching.max_tokens = {self.batching.max_tokens} cannot hold one prompt and response "
-                f"of {longest} tokens over {self.parallel.context} context-parallel ranks; use {needed} or more"
+                f"batching.max_tokens = {self.batching.max_tokens} cannot hold one prompt and response of "
+                f"{longest} tokens over {self.parallel.context} context-parallel ranks; use {needed} or more"
             )
         return self
 

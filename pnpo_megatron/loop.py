@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -76,8 +76,8 @@ def train(plan: Plan, parts: Parts, *, done: int = 0, update: int = 0) -> int:
                 skipped = skipped + 1 if metrics["update/not_finite"] else 0
                 if skipped >= plan.max_skipped:
                     raise TrainingFaultError(
-                        f"{skipped} updates in a row had a loss or gradient that is not finite "
-                        f"(last: update {update}); lower optimizer.lr or optimizer.clip_grad, or look at this "
+                        f"{skipped} updates in a row had a loss or gradient that is not finite (last: "
+                        f"update {update}); lower optimizer.lr or optimizer.clip_grad, or look at this "
                         "step's rollouts"
                     )
 
@@ -87,7 +87,7 @@ def train(plan: Plan, parts: Parts, *, done: int = 0, update: int = 0) -> int:
     return plan.steps
 
 
-def updates_of(plan: Plan, objective: Objective, batch: RolloutBatch, epoch: int) -> list[MiniBatch]:
+def updates_of(plan: Plan, objective: Objective, batch: RolloutBatch, epoch: int) -> Iterator[MiniBatch]:
     """The M mini-batches of one epoch: whole groups, permuted by (seed, step, epoch)."""
     seed = (plan.seed, "order", batch.step, epoch)
     return mini_batches(batch, plan.groups_per_update, mean=objective.mean, seed=seed)
