@@ -10,7 +10,9 @@ from torch import Tensor
 AdvantageStd = Literal["population", "sample", "none"]
 
 
-def group_relative(rewards: Tensor, *, std: AdvantageStd = "population", valid: Tensor | None = None) -> Tensor:
+def group_relative(
+    rewards: Tensor, *, std: AdvantageStd = "population", valid: Tensor | None = None
+) -> Tensor:
     """(R_i - mean) / std over the G responses to one prompt, Eq. 10. There is no epsilon.
 
     Args:
@@ -34,7 +36,7 @@ def group_relative(rewards: Tensor, *, std: AdvantageStd = "population", valid: 
     if std != "none":
         freedom = count if std == "population" else count - 1
         centred = centred / (centred.square().sum(-1, keepdim=True) / freedom.clamp(min=1)).sqrt()
-    # Rounding can leave equal rewards a tiny spread, which the division would blow up: compare, do not divide.
+    # Rounding can leave equal rewards a tiny spread, which the division would blow up: so compare them.
     advantages = torch.where(counted & ~_all_equal(values, counted), centred, 0.0)
     return advantages.to(torch.promote_types(rewards.dtype, torch.float32))
 

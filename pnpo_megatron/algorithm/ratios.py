@@ -21,7 +21,7 @@ class RatioStats:
     """
 
     token: Tensor
-    """log rho_t = policy - old, float32 (float64 if the inputs were)."""
+    """The log-ratio log rho_t = policy - old, float32 (float64 if the inputs were)."""
     prefix_sum: Tensor
     """sum of log rho_k over k <= t, float64."""
     response_sum: Tensor
@@ -35,12 +35,12 @@ class RatioStats:
 
     @cached_property
     def preceding_min(self) -> Tensor:
-        """min of log rho_k over k < t; 0 at t = 1, where nothing precedes."""
+        """Minimum of log rho_k over k < t; 0 at t = 1, where nothing precedes."""
         return self.compute_preceding_min()
 
 
 def log_ratios(policy_logprobs: Tensor, old_logprobs: Tensor, response_mask: Tensor) -> Tensor:
-    """log rho = policy - old in float32 or better; exactly 0 off the mask, whatever is stored there.
+    """The log-ratio log rho = policy - old in float32 or better; exactly 0 off the mask, whatever is stored there.
 
     Both are widened before they are subtracted: bfloat16 -12.34567 and -12.34467 are the same number.
     """
@@ -85,8 +85,9 @@ def packed_ratio_stats(
     arrays = (policy_logprobs, old_logprobs, response_mask)
     lengths = cu_seqlens.diff().tolist()
     if sum(lengths) != policy_logprobs.shape[-1]:
-        raise ValueError(f"cu_seqlens ends at {sum(lengths)}, but {policy_logprobs.shape[-1]} tokens are packed")
-    pieces = [padded_ratio_stats(*rows) for rows in zip(*(array.split(lengths) for array in arrays), strict=True)]
+        raise ValueError(f"cu_seqlens ends at {sum(lengths)}, but {policy_logprobs.shape[-1]} tokens came")
+    rows = zip(*(torch.split(array, lengths) for array in arrays), strict=True)
+    pieces = [padded_ratio_stats(*row) for row in rows]
     join = torch.cat
     return RatioStats(
         token=join([piece.token for piece in pieces]),

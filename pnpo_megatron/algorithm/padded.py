@@ -1,0 +1,84 @@
+"""The loss for people who train with something else: padded tensors in, one scalar out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pnpo_megatron.algorithm.objective import (
+    Objective,
+    attach_slope,
+    loss_shares,
+    loss_slope,
+    surrogate_value,
+    token_terms,
+)
+from pnpo_megatron.algorithm.presets import make_objective
+from pnpo_megatron.algorithm.ratios import check_same_shape, padded_ratio_stats
+
+CHUNK_TOKENS = 1 << 17
+"""Tokens whose temporaries live at once. Rows are independent, so this moves memory and time, not numbers."""
+
+
+def policy_loss_padded(
+    objective: str | Objective,
+    policy_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    **overrides: Any,
+) -> Tensor:
+    """The policy loss of one whole mini-batch of padded responses; a scalar to minimise.
+
+    Args:
+        objective: a preset name ("pnpo", "gspo", "grpo", "cumulative", "minpro") or an `Objective`.
+        policy_logprobs, old_logprobs: [B, T], nats; only the first carries a gradient.
+        advantages: [B], one a response (`group_relative(rewards).flatten()`).
+        response_mask: [B, T] bool or 0/1, True on trained tokens, any pattern.
+        overrides: single settings, as in ``gate_low=7e-4``; see `objective_settings`.
+    Returns:
+        The mean over the B' responses with at least one True, or over all True tokens, as the objective
+        says. With no True at all: loss 0, gradient 0. For micro-batches of one mini-batch use `policy_loss`
+        with shares of the whole (`loss_shares`): means of means differ (TRAPS H09).
+    """
+    check_same_shape(policy_logprobs=policy_logprobs, old_logprobs=old_logprobs, response_mask=response_mask)
+    if policy_logprobs.dim() != 2 or advantages.shape != policy_logprobs.shape[:1]:
+        raise ValueError(
+            f"policy_logprobs is {list(policy_logprobs.shape)} and advantages {list(advantages.shape)}; "
+            "expected [B, T] and [B]"
+        )
+    if isinstance(objective, str):
+        objective = make_objective(objective, **overrides)
+    elif overrides:
+        raise ValueError(f"{', '.join(overrides)} given beside a ready Objective: set it in make_objective")
+    mask = response_mask.bool()
+    slope, value = _slope_and_value(objective, policy_logprobs, old_logprobs, advantages, mask)
+    return attach_slope(policy_logprobs, slope, value)
+
+
+@torch.no_grad()
+def _slope_and_value(
+    objective: Objective,
+    policy_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The slope d loss / d log pi [B, T] and the loss, a few rows at a time."""
+    dtype = torch.promote_types(torch.promote_types(policy_logprobs.dtype, old_logprobs.dtype), torch.float32)
+    shares = loss_shares(response_mask.sum(-1), objective.mean)
+    scale = (advantages * shares).to(dtype)[:, None]
+    advantages = advantages.to(dtype)[:, None]
+    slope = torch.empty(policy_logprobs.shape, dtype=dtype, device=policy_logprobs.device)
+    value = torch.zeros((), dtype=torch.float64, device=policy_logprobs.device)
+    rows = max(1, CHUNK_TOKENS // max(1, policy_logprobs.shape[1]))
+    for start in range(0, policy_logprobs.shape[0], rows):
+        part = slice(start, start + rows)
+        outside = ~response_mask[part]
+        stats = padded_ratio_stats(policy_logprobs[part], old_logprobs[part], response_mask[part])
+        terms = token_terms(objective, stats, advantages[part])
+        slope[part] = loss_slope(terms, scale[part], outside)
+        value += surrogate_value(slope[part], policy_logprobs[part], outside)
+    return slope, value.to(dtype)
