@@ -1,0 +1,84 @@
+"""Every model family that can be read, and what a whole model is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pnpo_megatron.convert import llama, qwen2
+from pnpo_megatron.convert.architecture import Architecture, HfConfig
+from pnpo_megatron.convert.family import EMBEDDING, FINAL_NORM, HEAD, Family, Row, shape_of
+from pnpo_megatron.errors import ConversionError
+
+FAMILIES = {family.model_type: family for family in (llama.FAMILY, qwen2.FAMILY)}
+
+
+def family_of(config: HfConfig) -> Family:
+    """The family of a config.json.
+
+    Raises:
+        ConversionError: an unknown family, or a head that is not a language model's.
+    """
+    family = FAMILIES.get(config.values.get("model_type", ""))
+    if family is None:
+        raise config.refuse("model_type", f"supported are {', '.join(sorted(FAMILIES))}")
+    if config.values.get("architectures") not in (None, [family.architecture]):
+        raise config.refuse("architectures", f"supported for {family.model_type} is [{family.architecture!r}]")
+    return family
+
+
+def read_architecture(values: Mapping[str, Any], source: str = "config.json") -> Architecture:
+    """The architecture a config.json describes.
+
+    Args:
+        values: the parsed file.
+        source: its path, for messages.
+
+    Raises:
+        ConversionError: anything that cannot be represented, named by key and value.
+    """
+    config = HfConfig(values, source)
+    return family_of(config).read(config)
+
+
+def all_rows(arch: Architecture) -> Iterator[Row]:
+    """Every row of the whole model, filled in, in export order. A tied head has no row of its own (TRAPS H25)."""
+    yield EMBEDDING
+    layer_rows = FAMILIES[arch.family].layer_rows(arch)
+    for layer in range(arch.layers):
+        for row in layer_rows:
+            if "{expert}" in row.megatron and arch.experts:
+                yield from (row.at(layer=layer, expert=expert) for expert in range(arch.experts.count))
+            else:
+                yield row.at(layer=layer)
+    yield FINAL_NORM
+    if not arch.tied:
+        yield HEAD
+
+
+def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """The name and shape of every tensor the model has on the HF side, in export order."""
+    return {
+        name: shape_of(dims, arch)
+        for row in all_rows(arch)
+        for name, dims in zip(row.hf, row.dims, strict=True)
+    }
+
+
+def check_tensor_parallel(arch: Architecture, size: int) -> None:
+    """Refuse a tensor-parallel size that the widths do not allow.
+
+    Raises:
+        ConversionError: naming the sizes that work.
+    """
+
+    def fits(tp: int) -> bool:
+        widths = (arch.heads, arch.kv_heads, arch.ffn, *((arch.experts.ffn,) if arch.experts else ()))
+        return all(width % tp == 0 for width in widths)
+
+    if not fits(size):
+        works = ", ".join(str(tp) for tp in range(1, arch.kv_heads + 1) if fits(tp))
+        raise ConversionError(
+            f"parallel.tensor = {size} does not divide {arch.heads} query heads, {arch.kv_heads} key-value heads and "
+            f"MLP width {arch.ffn}; use {works}"
+        )

@@ -1,0 +1,334 @@
+"""A Hugging Face model folder: config and tensors read lazily, a complete new folder written and published whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pnpo_megatron.convert.architecture import Architecture
+from pnpo_megatron.convert.families import hf_shapes, read_architecture
+from pnpo_megatron.errors import ConversionError
+
+INDEX = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_BUFFERS = (".rotary_emb.inv_freq",)  # computed from config.json; older folders store it
+_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        ConversionError: the file is missing, or is not a JSON object.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConversionError(f"{path} is missing; point to a folder written by save_pretrained") from None
+    except (OSError, ValueError) as error:
+        raise ConversionError(f"{path} is not readable as JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConversionError(f"{path} holds a {type(values).__name__}; expected a JSON object")
+    return values
+
+
+@dataclass(frozen=True)
+class HfFolder:
+    """A folder with config.json and safetensors weights. Nothing is read before it is asked for."""
+
+    path: Path
+    _open_files: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.path.is_dir():
+            raise ConversionError(f"{self.path} is not a folder; point to one that holds config.json and safetensors")
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The parsed config.json."""
+        return read_json(self.path / "config.json")
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """What config.json describes."""
+        return read_architecture(self.config, str(self.path / "config.json"))
+
+    @cached_property
+    def files(self) -> dict[str, str]:
+        """The file of every tensor, as found in the files themselves.
+
+        Raises:
+            ConversionError: no safetensors, a damaged one, or an index that disagrees with the files (TRAPS H27).
+        """
+        names = sorted(path.name for path in self.path.glob("*.safetensors"))
+        if (self.path / INDEX).exists():
+            claimed = self._index()
+            names = sorted(set(claimed.values()))
+        elif SINGLE_FILE in names:
+            claimed, names = None, [SINGLE_FILE]
+        elif len(names) == 1:
+            claimed = None
+        else:
+            raise ConversionError(
+                f"{self.path} has {len(names)} safetensors files and no {INDEX}; save the model with save_pretrained"
+            )
+        found = self._names_in(names)
+        if claimed is not None and claimed != found:
+            odd = sorted(name for name in claimed.keys() | found.keys() if claimed.get(name) != found.get(name))
+            raise ConversionError(
+                f"{self.path / INDEX} and the files it names disagree about {len(odd)} tensors, first {odd[0]}: the index "
+                f"says {claimed.get(odd[0], 'absent')}, found {found.get(odd[0], 'absent')}; fetch the folder again"
+            )
+        return found
+
+    def _index(self) -> dict[str, str]:
+        weight_map = read_json(self.path / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ConversionError(f"{self.path / INDEX} has no usable weight_map; fetch the folder again")
+        outside = [name for name in weight_map.values() if Path(name).name != name]
+        if outside:
+            raise ConversionError(f"{self.path / INDEX} names {outside[0]!r}, which is not a file name in that folder")
+        return weight_map
+
+    def _names_in(self, files: Sequence[str]) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for file in files:
+            for name in self._handle(file).keys():  # noqa: SIM118 - not a dict
+                if name in found:
+                    raise ConversionError(f"{name} is in both {found[name]} and {file} of {self.path}; fetch it again")
+                found[name] = file
+        return found
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open_files:
+            path = self.path / file
+            try:
+                self._open_files[file] = safe_open(path, framework="pt")
+            except FileNotFoundError:
+                raise ConversionError(f"{path} is missing though the index names it; fetch it again") from None
+            except (SafetensorError, OSError) as error:
+                raise ConversionError(f"{path} is damaged: {error}; fetch it again") from None
+        return self._open_files[file]
+
+    def names(self) -> list[str]:
+        """Every tensor name, sorted."""
+        return sorted(self.files)
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, read now.
+
+        Raises:
+            ConversionError: the folder does not have it, or the file is damaged.
+        """
+        if name not in self.files:
+            raise ConversionError(f"{name} is not in {self.path}, though its config.json calls for it; fetch it again")
+        file = self.files[name]
+        try:
+            return self._handle(file).get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ConversionError(f"{self.path / file} is damaged at {name}: {error}; fetch it again") from None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one tensor, from the file's header."""
+        if name not in self.files:
+            raise ConversionError(f"{name} is not in {self.path}, though its config.json calls for it; fetch it again")
+        return tuple(self._handle(self.files[name]).get_slice(name).get_shape())
+
+    def check_complete(self) -> None:
+        """Compare names and shapes in the files with what config.json calls for; headers only.
+
+        Raises:
+            ConversionError: a tensor is missing, extra or of another shape.
+        """
+        expected = hf_shapes(self.architecture)
+        for name, shape in expected.items():
+            if self.shape(name) != shape:
+                raise ConversionError(
+                    f"{name} is {list(self.shape(name))}; the config.json beside it calls for {list(shape)}. Weights and "
+                    f"config.json in {self.path} come from different models: fetch both from one revision"
+                )
+        extra = [name for name in self.names() if name not in expected and not name.endswith(_BUFFERS)]
+        if extra:
+            tied = " (tie_word_embeddings = true allows no lm_head)" if extra == ["lm_head.weight"] else ""
+            raise ConversionError(
+                f"{self.path} holds {len(extra)} tensors that its config.json has no place for, first {extra[0]}{tied}; "
+                "dropping them would change the model, so nothing was converted"
+            )
+
+    def dtype(self) -> torch.dtype:
+        """The dtype config.json states, in either spelling; else that of the first tensor."""
+        stated = self.config.get("dtype") or self.config.get("torch_dtype")
+        if stated is None:
+            return self.tensor(self.names()[0]).dtype
+        if stated not in DTYPES:
+            raise ConversionError(
+                f"{self.path / 'config.json'}: dtype = {stated!r} is not supported; {', '.join(DTYPES)} are"
+            )
+        return DTYPES[stated]
+
+    def other_files(self) -> list[Path]:
+        """Every file that is not a weight file: they travel byte for byte (TRAPS H28)."""
+        return sorted(
+            path for path in self.path.iterdir() if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES)
+        )
+
+
+@contextmanager
+def published_whole(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A temporary sibling of ``target``, renamed to it when the block ends well and removed when it does not.
+
+    Raises:
+        ConversionError: ``target`` exists and ``overwrite`` is false.
+    """
+    if target.exists() and not overwrite:
+        raise ConversionError(f"{target} exists already; choose another folder or pass --overwrite")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.parent / f".{target.name}.partial-{os.getpid()}"
+    partial.mkdir()
+    try:
+        yield partial
+        sync_folder(partial)
+        if target.exists():
+            shutil.rmtree(target)
+        partial.rename(target)
+        sync_folder(target.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Force the folder's directory entries to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_hf_folder(
+    target: Path,
+    source: HfFolder,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 2**30,
+    overwrite: bool = False,
+) -> None:
+    """Write a new HF folder from a stream of tensors, beside the target first and renamed when complete.
+
+    Args:
+        target: the new folder.
+        source: the folder the model came from: its architecture says what must be written (TRAPS H27), and its
+            other files are copied byte for byte (TRAPS H28).
+        tensors: HF names and full tensors, one by one.
+        dtype: float32 or bfloat16 for all of them; None keeps what comes.
+        max_shard_bytes: size above which a new safetensors file is begun.
+        overwrite: replace an existing target.
+
+    Raises:
+        ConversionError: a tensor is missing, extra or of a wrong shape, or the target exists.
+    """
+    expected = hf_shapes(source.architecture)
+    with published_whole(target, overwrite=overwrite) as folder:
+        shards = _Shards(folder, max_shard_bytes)
+        for name, tensor in tensors:
+            if tuple(tensor.shape) != expected.get(name):
+                raise ConversionError(
+                    f"{name} came out as {list(tensor.shape)}; the config.json of {source.path} calls for "
+                    f"{expected.get(name, 'no such tensor, or for only one')}"
+                )
+            shards.add(name, tensor if dtype is None else tensor.to(dtype))
+            del expected[name]
+        if expected:
+            raise ConversionError(f"{len(expected)} tensors of the model were not produced, first {min(expected)}")
+        shards.close()
+        copy_other_files(source, folder, dtype or shards.dtype)
+
+
+def copy_other_files(source: HfFolder, folder: Path, dtype: torch.dtype) -> None:
+    """All files but the weights, byte for byte; only a changed dtype is rewritten, in config.json."""
+    for path in source.other_files():
+        shutil.copyfile(path, folder / path.name)
+    name = next(name for name, value in DTYPES.items() if value == dtype)
+    config = dict(source.config)
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    if config.get(key) != name:
+        config[key] = name
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+class _Shards:
+    """Safetensors files written one after the other, each held in memory until it is full."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder, self.max_bytes = folder, max_bytes
+        self.held: dict[str, Tensor] = {}
+        self.held_bytes = 0
+        self.written: list[tuple[Path, list[str]]] = []
+        self.total_bytes = 0
+        self.dtype = torch.float32
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if self.held and self.held_bytes + tensor.nbytes > self.max_bytes:
+            self.flush()
+        self.held[name] = tensor.detach().cpu().contiguous()
+        self.held_bytes += tensor.nbytes
+        self.dtype = tensor.dtype
+
+    def flush(self) -> None:
+        path = self.folder / f"part-{len(self.written):05d}"
+        write_safetensors(path, self.held)
+        self.written.append((path, list(self.held)))
+        self.total_bytes += self.held_bytes
+        self.held, self.held_bytes = {}, 0
+
+    def close(self) -> None:
+        """Give the files their names, which need the count, and write the index."""
+        if self.held:
+            self.flush()
+        if len(self.written) == 1:
+            self.written[0][0].rename(self.folder / SINGLE_FILE)
+            return
+        weight_map: dict[str, str] = {}
+        for number, (path, names) in enumerate(self.written, start=1):
+            file = f"model-{number:05d}-of-{len(self.written):05d}.safetensors"
+            path.rename(self.folder / file)
+            weight_map.update(dict.fromkeys(names, file))
+        index = {"metadata": {"total_size": self.total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """One safetensors file, forced to disk: an 8-byte header length, the JSON header, then the bytes in order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _CODES:
+            raise ConversionError(f"{name} is {tensor.dtype}; float32, bfloat16 and float16 can be written")
+        header[name] = {
+            "dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, offset + tensor.nbytes]
+        }
+        offset += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for tensor in tensors.values():
+            file.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+        file.flush()
+        os.fsync(file.fileno())

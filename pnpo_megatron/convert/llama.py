@@ -1,0 +1,14 @@
+"""Llama 2, 3 and 3.x, and models saved as Llama, such as SmolLM2 and R1-Distill-Llama."""
+
+from __future__ import annotations
+
+from pnpo_megatron.convert.architecture import Architecture, HfConfig, read_dense
+from pnpo_megatron.convert.family import Family, dense_rows
+
+
+def read(config: HfConfig) -> Architecture:
+    """No biases, no query or key norms."""
+    return read_dense(config, "llama")
+
+
+FAMILY = Family("llama", "LlamaForCausalLM", read, dense_rows)

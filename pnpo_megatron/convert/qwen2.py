@@ -1,0 +1,16 @@
+"""Qwen 1.5, 2 and 2.5, and R1-Distill-Qwen."""
+
+from __future__ import annotations
+
+from pnpo_megatron.convert.architecture import Architecture, HfConfig, read_dense
+from pnpo_megatron.convert.family import Family, dense_rows
+
+
+def read(config: HfConfig) -> Architecture:
+    """Biases on q, k and v, which no key announces; a sliding window only if ``use_sliding_window`` is true."""
+    if config.flag("use_sliding_window"):
+        raise config.refuse("use_sliding_window", "sliding windows are not supported; only false is")
+    return read_dense(config, "qwen2", qkv_bias=True)
+
+
+FAMILY = Family("qwen2", "Qwen2ForCausalLM", read, dense_rows)

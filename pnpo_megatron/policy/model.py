@@ -1,0 +1,264 @@
+"""A Megatron GPTModel from an HF architecture. Its last stage returns hidden states, never logits:
+log-probs come from the chunked head (`parallel/vocab_logprobs.py`), which takes them and the output weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from pnpo_megatron.convert.architecture import Architecture, Experts
+from pnpo_megatron.convert.families import check_tensor_parallel
+from pnpo_megatron.errors import ConfigError
+from pnpo_megatron.policy.process_groups import ParallelSettings
+from pnpo_megatron.policy.spec import block_spec, has_transformer_engine
+from pnpo_megatron.types import PackedBatch
+
+_VOCAB_MULTIPLE = 128  # Megatron's own default; the same for all usual TP sizes, so checkpoints fit each other
+
+
+def padded_vocab_size(vocab: int, tensor_parallel: int) -> int:
+    """The vocabulary rounded up so that every tensor-parallel rank holds the same number of rows."""
+    multiple = math.lcm(_VOCAB_MULTIPLE, tensor_parallel)
+    return -(-vocab // multiple) * multiple
+
+
+def stage_layout(layers: int, pipeline: int, virtual: int) -> list[list[str]] | None:
+    """Which layers each (virtual) stage holds, or None where they divide evenly and Megatron's own split does.
+
+    Otherwise the first and last stages, which also hold the tables, get the fewer layers.
+
+    Raises:
+        ConfigError: fewer layers than stages.
+    """
+    stages = pipeline * virtual
+    if stages > layers:
+        raise ConfigError(
+            f"parallel.pipeline x virtual_pipeline = {pipeline} x {virtual} = {stages} stages for {layers} layers; "
+            f"use at most {layers}"
+        )
+    if layers % stages == 0:
+        return None
+    counts, extra = [layers // stages] * stages, layers % stages
+    for stage in sorted(range(stages), key=lambda s: -min(s, stages - 1 - s))[:extra]:
+        counts[stage] += 1
+    layout = [["decoder"] * count for count in counts]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    return layout
+
+
+def transformer_config(
+    arch: Architecture, parallel: ParallelSettings, *, dtype: torch.dtype, recompute: str = "none", **overrides: Any
+) -> TransformerConfig:
+    """Megatron's configuration of an architecture on a layout.
+
+    Args:
+        arch: from config.json.
+        parallel: the layout.
+        dtype: float32 or bfloat16, of the parameters and the activations.
+        recompute: "none", "selective" (core attention) or "full" (every layer).
+        overrides: fields of TransformerConfig set last, for example ``deterministic_mode``.
+
+    Raises:
+        ConfigError: a layout, dtype or recompute setting that cannot work.
+        ConversionError: a tensor-parallel size that does not divide the widths.
+    """
+    check_tensor_parallel(arch, parallel.tensor)
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigError(f"model.dtype = {dtype}: use float32 or bfloat16")
+    interleaved = parallel.virtual_pipeline > 1
+    layout = stage_layout(arch.layers, parallel.pipeline, parallel.virtual_pipeline)
+    fields: dict[str, Any] = {
+        **_shape_fields(arch),
+        **_recompute_fields(recompute),
+        **(_expert_fields(arch.experts, parallel) if arch.experts else {}),
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if interleaved else None,
+        "pipeline_model_parallel_layout": layout,
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": 1,
+        "sequence_parallel": parallel.sequence,
+        "pipeline_dtype": dtype,
+        # Packs differ in length, so stages tell each other the shape first.
+        "variable_seq_lengths": parallel.pipeline > 1,
+        # Without overlap, Megatron pairs the four messages of PP 2 with virtual stages wrongly, without a word.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "calculate_per_token_loss": True,
+        # Every parameter is overwritten by the HF weights, and the loader checks that none is left out.
+        "perform_initialization": False,
+        **overrides,
+    }
+    return TransformerConfig(**fields)
+
+
+def _shape_fields(arch: Architecture) -> dict[str, Any]:
+    return {
+        "num_layers": arch.layers,
+        "hidden_size": arch.hidden,
+        "num_attention_heads": arch.heads,
+        "num_query_groups": arch.kv_heads,
+        "kv_channels": arch.head_dim,
+        "ffn_hidden_size": arch.ffn,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": arch.norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": arch.qkv_bias,
+        "qk_layernorm": arch.qk_norm,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "attention_softmax_in_fp32": True,
+    }
+
+
+def _recompute_fields(recompute: str) -> dict[str, Any]:
+    choices: dict[str, dict[str, Any]] = {
+        "none": {},
+        "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    }
+    if recompute not in choices:
+        raise ConfigError(f"model.recompute = {recompute!r}: use none, selective or full")
+    return choices[recompute]
+
+
+def _expert_fields(experts: Experts, parallel: ParallelSettings) -> dict[str, Any]:
+    if experts.count % parallel.expert:
+        raise ConfigError(f"parallel.expert = {parallel.expert} does not divide the model's {experts.count} experts")
+    return {
+        "num_moe_experts": experts.count,
+        "moe_router_topk": experts.per_token,
+        "moe_ffn_hidden_size": experts.ffn,
+        # A softmax over the chosen experts alone equals choosing first and rescaling to 1.
+        "moe_router_pre_softmax": not experts.renormalise,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+class HiddenStatesHead(ColumnParallelLinear):
+    """Holds the output weight and hands the hidden states through.
+
+    It is called in every forward pass, so the pre-hook by which Megatron waits for the gathered weight
+    (`overlap_param_gather`) has run before the chunked head uses it.
+    """
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """[T, 1, hidden] as it comes; no product with the weight."""
+        return input_, None
+
+
+class PolicyModel(GPTModel):
+    """A GPTModel whose last stage returns hidden states [1, T, hidden] (T / tensor under sequence parallelism)."""
+
+    def __init__(self, arch: Architecture, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(
+            config=config,
+            vocab_size=padded_vocab_size(arch.vocab, config.tensor_model_parallel_size),
+            max_sequence_length=arch.max_positions,
+            share_embeddings_and_output_weights=arch.tied,
+            position_embedding_type="rope",
+            rotary_base=arch.rope.theta,
+            **kwargs,
+        )
+        self.arch = arch
+        # Megatron's own llama3 scaling has three of its four numbers fixed in the code.
+        self.rotary_pos_emb.inv_freq = arch.rope.inverse_frequencies(arch.head_dim)
+        if self.post_process:
+            self._replace_head()
+
+    def _replace_head(self) -> None:
+        plain = self.output_layer
+        head = HiddenStatesHead(
+            self.config.hidden_size,
+            self.vocab_size,
+            config=self.config,
+            init_method=self.config.init_method,
+            bias=False,
+            skip_weight_param_allocation=True,
+            tp_group=plain.tp_group,
+        )
+        head.weight = plain.weight  # the same parameter, with the marks that tie it to the embedding
+        self.output_layer = head
+
+
+def build_model(
+    arch: Architecture, parallel: ParallelSettings, *, dtype: torch.dtype, recompute: str = "none", **overrides: Any
+) -> list[PolicyModel]:
+    """This rank's model chunks, one a virtual pipeline stage, with weights still to be loaded.
+
+    Args: as `transformer_config`.
+
+    Raises:
+        ConfigError, ConversionError: a setting or architecture that cannot be built.
+    """
+    config = transformer_config(arch, parallel, dtype=dtype, recompute=recompute, **overrides)
+    virtual: Sequence[int | None] = range(parallel.virtual_pipeline) if parallel.virtual_pipeline > 1 else [None]
+    engine = has_transformer_engine()
+    return [
+        PolicyModel(
+            arch,
+            config,
+            transformer_layer_spec=block_spec(config, transformer_engine=engine, vp_stage=stage),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
+            vp_stage=stage,
+        )
+        for stage in virtual
+    ]
+
+
+def hidden_states(model: torch.nn.Module, packed: PackedBatch) -> Tensor:
+    """Forward pass of one packed micro-batch through one model chunk, wrapped in DDP or not.
+
+    Returns:
+        [1, T, hidden] on the last stage, [T, 1, hidden] for the next stage elsewhere; T / tensor tokens under
+        sequence parallelism.
+    """
+    return model(
+        input_ids=packed.tokens.unsqueeze(0),
+        position_ids=packed.position_ids.unsqueeze(0),
+        attention_mask=None,
+        packed_seq_params=packed_seq_params(packed),
+    )
+
+
+def packed_seq_params(packed: PackedBatch) -> PackedSeqParams:
+    """Megatron's description of a pack: the padded lengths in all four fields, since padding lies at each sequence's
+    end, where attention is causal and the loss is 0."""
+    lengths = packed.cu_seqlens
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=lengths,
+        cu_seqlens_kv=lengths,
+        cu_seqlens_q_padded=lengths,
+        cu_seqlens_kv_padded=lengths,
+        max_seqlen_q=packed.max_seqlen,
+        max_seqlen_kv=packed.max_seqlen,
+    )
+
+
+def output_weight(model: torch.nn.Module) -> Tensor:
+    """[padded vocabulary / tensor, hidden] of a chunk on the last stage: the embedding's own where tied on one stage."""
+    policy: PolicyModel = unwrap_model(model)
+    return policy.shared_embedding_or_output_weight() if policy.arch.tied else policy.output_layer.weight

@@ -1,0 +1,113 @@
+"""Starts torch.distributed and Megatron's process groups, and hands them on as one `ParallelGroups`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from torch.distributed import ProcessGroup
+
+from pnpo_megatron.errors import ConfigError
+from pnpo_megatron.parallel.groups import ParallelGroups
+
+
+@dataclass(frozen=True)
+class ParallelSettings:
+    """Sizes of the parallel dimensions; data parallelism takes what is left of the ranks."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    sequence: bool = False
+    """Norms and residuals hold 1/tensor of the tokens each."""
+
+    def data_size(self, world_size: int) -> int:
+        """Data-parallel size on ``world_size`` ranks.
+
+        Raises:
+            ConfigError: the sizes do not fit the ranks or each other.
+        """
+        model = self.tensor * self.pipeline * self.context
+        if world_size % model:
+            raise ConfigError(
+                f"parallel.tensor x pipeline x context = {self.tensor} x {self.pipeline} x {self.context} = {model} does "
+                f"not divide the {world_size} ranks started; start a multiple of {model} ranks"
+            )
+        data = world_size // model
+        if (data * self.context * self.tensor) % self.expert:
+            raise ConfigError(
+                f"parallel.expert = {self.expert} does not divide tensor x context x data = "
+                f"{data * self.context * self.tensor} ranks; use a divisor of that"
+            )
+        if self.sequence and self.tensor == 1:
+            raise ConfigError("parallel.sequence = true needs parallel.tensor above 1; set it to false")
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ConfigError(
+                f"parallel.virtual_pipeline = {self.virtual_pipeline} needs parallel.pipeline above 1; set it to 1"
+            )
+        return data
+
+
+def start_distributed(timeout_s: float = 1800.0) -> None:
+    """Join the process group that torchrun or Slurm describe in the environment, or a group of this process alone.
+
+    Collectives of CPU tensors go over gloo and, where there is a GPU, those of CUDA tensors over NCCL.
+    """
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def initialize_parallel(settings: ParallelSettings, *, seed: int, timeout_s: float = 1800.0) -> ParallelGroups:
+    """Set up Megatron's groups and random state on the running torch.distributed.
+
+    Args:
+        settings: sizes; data parallelism takes the remaining ranks.
+        seed: of Megatron's random-number tracker.
+        timeout_s: longest wait of a collective.
+
+    Raises:
+        ConfigError: the sizes do not fit the ranks.
+    """
+    settings.data_size(dist.get_world_size())
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=settings.tensor,
+        pipeline_model_parallel_size=settings.pipeline,
+        virtual_pipeline_model_parallel_size=settings.virtual_pipeline if settings.virtual_pipeline > 1 else None,
+        context_parallel_size=settings.context,
+        expert_model_parallel_size=settings.expert,
+        expert_tensor_parallel_size=1,
+        distributed_timeout_minutes=max(1, int(timeout_s / 60)),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    return ParallelGroups(
+        tp=_unless_alone(parallel_state.get_tensor_model_parallel_group()),
+        pp=_unless_alone(parallel_state.get_pipeline_model_parallel_group()),
+        cp=_unless_alone(parallel_state.get_context_parallel_group()),
+        dp=_unless_alone(parallel_state.get_data_parallel_group()),
+        dp_cp=_unless_alone(parallel_state.get_data_parallel_group(with_context_parallel=True)),
+        ep=_unless_alone(parallel_state.get_expert_model_parallel_group()),
+        world=_unless_alone(dist.group.WORLD),
+        control=_unless_alone(control),
+    )
+
+
+def release_parallel() -> None:
+    """Drop Megatron's groups, so that another layout can be set up in the same processes."""
+    parallel_state.destroy_model_parallel()
+
+
+def _unless_alone(group: ProcessGroup | None) -> ProcessGroup | None:
+    return None if group is None or dist.get_world_size(group) == 1 else group

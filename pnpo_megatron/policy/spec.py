@@ -1,0 +1,75 @@
+"""Which modules a transformer layer is made of, with TransformerEngine and without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from pnpo_megatron.policy.cp_attention import SdpaCoreAttention
+
+
+class RmsNorm(torch.nn.RMSNorm):
+    """RMSNorm that works under sequence parallelism, which Megatron's torch norm refuses.
+
+    Each rank sees part of the tokens there, so the weight's gradient is a part too; the mark makes Megatron add
+    the parts over the tensor-parallel ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
+        # Set as an attribute of the parameter, where finalize_model_grads looks for it.
+        vars(self.weight)["sequence_parallel"] = config.sequence_parallel
+
+
+def has_transformer_engine() -> bool:
+    """Whether TransformerEngine can be imported and used."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        import transformer_engine  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def block_spec(config: TransformerConfig, *, transformer_engine: bool, vp_stage: int | None) -> Any:
+    """The spec of a whole transformer block.
+
+    Args:
+        config: of the model.
+        transformer_engine: fused modules, or the plain ones of Megatron-Core with our norm and attention.
+        vp_stage: virtual pipeline stage, None without virtual stages.
+    """
+    if transformer_engine:
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm
+        )
+    layer = local_layer_spec(config)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RmsNorm)
+
+
+def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
+    """One layer without TransformerEngine: packed sequences and context parallelism through our attention."""
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
+    layer.submodules.input_layernorm = RmsNorm
+    layer.submodules.pre_mlp_layernorm = RmsNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = SdpaCoreAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = RmsNorm
+        attention.k_layernorm = RmsNorm
+    return layer
