@@ -1,0 +1,160 @@
+"""What crosses the pipe between a sampler and its worker: plain values and arrays, errors as data.
+
+Both sides import this module, so it needs neither vllm nor torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """All that the worker needs to build its engine."""
+
+    model_folder: str
+    dtype: str
+    max_model_len: int
+    kv_cache_memory_bytes: int
+    max_num_seqs: int
+    enforce_eager: bool
+    float32_head: bool
+    """Multiply hidden states and head in float32 (GPU.md 6)."""
+
+
+@dataclass(frozen=True)
+class SamplingValues:
+    """Every value the engine could otherwise take from the model folder (TRAPS H34)."""
+
+    temperature: float
+    top_p: float
+    max_tokens: int
+    min_tokens: int
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PromptRequest:
+    """One prompt and the seeds of its responses."""
+
+    index: int
+    ids: NDArray[np.int32]
+    seeds: NDArray[np.int64]
+
+
+# Trainer to worker.
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Sample every prompt; answered by GroupDone or PromptFailed for each, then CallDone."""
+
+    call: int
+    prompts: tuple[PromptRequest, ...]
+    sampling: SamplingValues
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Drop what is left of a call."""
+
+    call: int
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies in the shared buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    checksum: int
+
+
+@dataclass(frozen=True)
+class LoadWeights:
+    """Replace all weights by the tensors of the shared buffer; answered by WeightsLoaded."""
+
+    call: int
+    version: int
+    entries: tuple[TensorEntry, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Shutdown:
+    """End the engine and the process."""
+
+
+# Worker to trainer.
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The engine can take requests."""
+
+    seconds: float
+    engine_version: str
+
+
+@dataclass(frozen=True)
+class GroupDone:
+    """All responses to one prompt, one after the other."""
+
+    call: int
+    index: int
+    version: int | None
+    ids: NDArray[np.int32]
+    """[sum of lengths] response tokens."""
+    logprobs: NDArray[np.float32]
+    """[sum of lengths] nats, of the distribution sampled from."""
+    lengths: NDArray[np.int64]
+    finish_reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PromptFailed:
+    """The engine refused one prompt; the others go on."""
+
+    call: int
+    index: int
+    error: str
+    message: str
+
+
+@dataclass(frozen=True)
+class CallDone:
+    """Nothing of this call is left in the engine."""
+
+    call: int
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class WeightsLoaded:
+    """The engine now holds these weights, and no cache of older ones."""
+
+    call: int
+    version: int
+    tensors: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class WorkerError:
+    """A command failed. `fatal` means that the worker ends."""
+
+    call: int | None
+    error: str
+    message: str
+    fatal: bool
+
+
+Command: TypeAlias = Generate | Abort | LoadWeights | Shutdown
+Reply: TypeAlias = Ready | GroupDone | PromptFailed | CallDone | WeightsLoaded | WorkerError

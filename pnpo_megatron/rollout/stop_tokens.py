@@ -1,0 +1,18 @@
+"""The set of token ids that end a response: the engine stops on it and the mask includes it (TRAPS H08)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def read_stop_token_ids(model_folder: Path, tokenizer_eos: int | None = None) -> tuple[int, ...]:
+    """Every end-of-sequence id of a model, sorted: `eos_token_id` of generation_config.json and config.json
+    (an int, a list, null or absent), and the tokenizer's own. Empty when none is given anywhere."""
+    ids = set() if tokenizer_eos is None else {tokenizer_eos}
+    for name in ("generation_config.json", "config.json"):
+        file = model_folder / name
+        if file.is_file():
+            eos = json.loads(file.read_text()).get("eos_token_id")
+            ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    return tuple(sorted(ids))

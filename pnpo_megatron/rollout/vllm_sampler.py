@@ -1,0 +1,347 @@
+"""The Sampler that the loop sees: checks prompts, sends weights, watches the clock. Never imports vllm."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pnpo_megatron.errors import ConfigError, DataError, RolloutError
+from pnpo_megatron.rollout.messages import (
+    Abort,
+    CallDone,
+    EngineSettings,
+    Generate,
+    GroupDone,
+    LoadWeights,
+    PromptFailed,
+    PromptRequest,
+    Ready,
+    Reply,
+    SamplingValues,
+    WeightsLoaded,
+    WorkerError,
+)
+from pnpo_megatron.rollout.weight_transfer import WeightSender, expected_tensors
+from pnpo_megatron.rollout.worker_process import WorkerProcess, worker_environment
+from pnpo_megatron.seeds import derive_seed
+from pnpo_megatron.types import Prompt, Rollout, RolloutGroup, Sampling
+
+LOG = logging.getLogger(__name__)
+CLOSE_S = 10.0
+
+
+@dataclass(frozen=True)
+class PromptFailure:
+    """A prompt that gave no group, and why."""
+
+    prompt_id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class RolloutStats:
+    """What one `generate` call cost in the engine."""
+
+    tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Response tokens per second of engine time; 0 for an empty call."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+class VllmSampler:
+    """Generates with an engine in a child process, which starts at once and in the background."""
+
+    def __init__(
+        self,
+        model_folder: Path | str,
+        *,
+        dtype: str,
+        max_model_len: int,
+        kv_cache_memory_bytes: int,
+        decode: Callable[[Sequence[int]], str],
+        log_path: Path,
+        max_num_seqs: int = 256,
+        enforce_eager: bool = True,
+        device: Literal["cpu", "cuda"] = "cpu",
+        threads: int = 1,
+        initial_version: int | None = None,
+        start_timeout_s: float = 600.0,
+        generate_timeout_s: float = 3600.0,
+        sync_timeout_s: float = 600.0,
+    ) -> None:
+        """Start the worker; `wait_ready` (or the first use) waits for it.
+
+        Args:
+            model_folder: HF folder with config.json and safetensors files.
+            dtype: the engine's, e.g. "float32" or "bfloat16".
+            max_model_len: prompt and response tokens of one sequence.
+            kv_cache_memory_bytes: size of the key-value cache.
+            decode: response ids to text, for rewards and people.
+            log_path: file that takes the worker's output.
+            max_num_seqs: sequences generated side by side.
+            enforce_eager: no graph capture; keep it on CPUs.
+            device: where the engine runs.
+            threads: OpenMP threads of a CPU engine; more than 1 collide with the learner's.
+            initial_version: version of the folder's own weights; None refuses generation until a sync.
+            start_timeout_s, generate_timeout_s, sync_timeout_s: seconds allowed for each.
+
+        Raises:
+            ConfigError: the folder cannot be sampled from with these settings.
+        """
+        folder = Path(model_folder)
+        config = _read_config(folder)
+        self._vocab_size, self._max_model_len = int(config["vocab_size"]), max_model_len
+        positions = int(config.get("max_position_embeddings", max_model_len))
+        if max_model_len > positions:
+            raise ConfigError(
+                f"max_model_len = {max_model_len}: {folder} has {positions} positions; use at most that"
+            )
+        self._decode, self.version, self._ready = decode, initial_version, False
+        self._start_s, self._generate_s, self._sync_s = start_timeout_s, generate_timeout_s, sync_timeout_s
+        self._started, self._calls = time.monotonic(), 0
+        self.stats = RolloutStats(0, 0.0)
+        self.failures: tuple[PromptFailure, ...] = ()
+        """Prompts of the last `generate` that gave no group; complete once its iterator has ended."""
+        self._initial_version, self._synced = initial_version, False
+        self._sender = WeightSender(expected_tensors(folder))
+        settings = EngineSettings(
+            str(folder), dtype, max_model_len, kv_cache_memory_bytes, max_num_seqs, enforce_eager,
+            float32_head=device == "cuda",  # the CPU build packs the head and cannot cast it
+        )  # fmt: skip
+        self._worker = WorkerProcess(
+            settings, self._sender.fd, worker_environment(device, threads), log_path, sync_timeout_s
+        )
+
+    @property
+    def worker_pid(self) -> int:
+        """Process id of the engine's process."""
+        return self._worker.pid
+
+    def wait_ready(self) -> None:
+        """Wait until the engine can take requests, at most start_timeout_s after the start."""
+        if not self._ready:
+            waiting_for = f"the engine to start ({self._start_s:g} s, start_timeout_s)"
+            reply = self._worker.receive(self._started + self._start_s, waiting_for)
+            if not isinstance(reply, Ready):
+                raise RolloutError(f"the rollout worker answered {type(reply).__name__} before it was ready")
+            LOG.info("engine ready: vLLM %s, %.1f s", reply.engine_version, reply.seconds)
+            self._ready = True
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace all weights by HF-named tensors and drop every cache.
+
+        Raises:
+            RolloutError: the set of tensors is not the model's, one is not finite, or the engine failed.
+        """
+        self.wait_ready()
+        entries, nbytes = self._sender.write(tensors)
+        self.version = None  # until the engine says otherwise (TRAPS H33)
+        call = self._next_call()
+        self._worker.send(LoadWeights(call, version, entries, nbytes))
+        waiting_for = f"weights of version {version} to load ({self._sync_s:g} s, sync_timeout_s)"
+        reply = self._reply_to(call, time.monotonic() + self._sync_s, waiting_for)
+        if not isinstance(reply, WeightsLoaded) or (reply.version, reply.tensors) != (version, len(entries)):
+            raise RolloutError(f"weight sync: the worker answered {reply}, expected version {version}")
+        self.version, self._synced = version, True
+
+    def generate(
+        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: tuple[int | str, ...]
+    ) -> Iterator[RolloutGroup]:
+        """Start sampling `group_size` responses a prompt; yields groups as they finish, in any order.
+
+        A prompt that cannot be sampled gives no group and is listed in `failures`. Leaving the iterator
+        early drops what is still being generated.
+
+        Raises:
+            RolloutError: no weights of a known version, every prompt failed, or the worker failed.
+            ConfigError: temperature 0 with groups of more than one.
+            DataError: two prompts share an id.
+        """
+        self.wait_ready()
+        if self.version is None:
+            raise RolloutError(
+                "the engine holds no weights of a known version: call load_weights before generate"
+            )
+        _check_call(prompts, group_size, sampling)
+        reasons = [self._refusal(prompt, sampling) for prompt in prompts]
+        self.failures = tuple(
+            PromptFailure(prompt.id, reason)
+            for prompt, reason in zip(prompts, reasons, strict=True)
+            if reason
+        )
+        requests = tuple(
+            PromptRequest(
+                index,
+                np.asarray(prompt.token_ids, dtype=np.int32),
+                np.asarray(
+                    [derive_seed(*seed, prompt.id, sample) for sample in range(group_size)], dtype=np.int64
+                ),
+            )
+            for index, (prompt, reason) in enumerate(zip(prompts, reasons, strict=True))
+            if not reason
+        )
+        call = self._next_call()
+        values = SamplingValues(
+            sampling.temperature,
+            sampling.top_p,
+            sampling.max_tokens,
+            sampling.min_tokens,
+            sampling.stop_token_ids,
+        )
+        self._worker.send(Generate(call, requests, values))
+        return self._groups(call, prompts, requests)
+
+    def close(self) -> None:
+        """End the engine and everything it started."""
+        self._worker.close(CLOSE_S)
+        self._sender.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _refusal(self, prompt: Prompt, sampling: Sampling) -> str:
+        """Why the engine would refuse this prompt or cut its response; empty if it would not."""
+        length = len(prompt.token_ids)
+        if not length:
+            return "the prompt is empty"
+        if min(prompt.token_ids) < 0 or max(prompt.token_ids) >= self._vocab_size:
+            return f"a token id lies outside 0..{self._vocab_size - 1}"
+        if length + sampling.max_tokens > self._max_model_len:
+            return (
+                f"{length} prompt tokens and max_tokens = {sampling.max_tokens} exceed "
+                f"max_model_len = {self._max_model_len}"
+            )
+        return ""
+
+    def _groups(
+        self, call: int, prompts: Sequence[Prompt], requests: Sequence[PromptRequest]
+    ) -> Iterator[RolloutGroup]:
+        deadline, done, finished = time.monotonic() + self._generate_s, 0, False
+        seeds = {request.index: request.seeds for request in requests}
+        try:
+            while True:
+                waiting_for = (
+                    f"responses: {done} of {len(requests)} prompts finished "
+                    f"({self._generate_s:g} s, generate_timeout_s)"
+                )
+                reply = self._reply_to(call, deadline, waiting_for)
+                if isinstance(reply, CallDone):
+                    finished = True
+                    break
+                if isinstance(reply, GroupDone):
+                    done += 1
+                    yield self._group(reply, prompts[reply.index], seeds[reply.index])
+                elif isinstance(reply, PromptFailed):
+                    self._add_failure(prompts[reply.index].id, f"{reply.error}: {reply.message}")
+        finally:
+            if not finished:
+                self._drop(call)
+        self.stats = RolloutStats(reply.tokens, reply.seconds)
+        for failure in self.failures:
+            LOG.warning("prompt %s gave no group: %s", failure.prompt_id, failure.reason)
+        if prompts and not done:
+            raise RolloutError(f"all {len(prompts)} prompts failed; the first: {self.failures[0]}")
+
+    def _group(self, reply: GroupDone, prompt: Prompt, seeds: np.ndarray[Any, Any]) -> RolloutGroup:
+        expected = self._engine_version
+        if reply.version != expected:
+            raise RolloutError(
+                f"prompt {prompt.id}: sampled with version {reply.version}, expected {expected}"
+            )
+        if not len(reply.ids) == len(reply.logprobs) == reply.lengths.sum():
+            raise RolloutError(
+                f"prompt {prompt.id}: {len(reply.ids)} ids and {len(reply.logprobs)} log-probs"
+            )
+        if not np.isfinite(reply.logprobs).all():
+            raise RolloutError(
+                f"prompt {prompt.id}: log-probs that are not finite from weights of version {self.version}; "
+                "the weights are broken"
+            )
+        ends = np.cumsum(reply.lengths)[:-1]
+        parts = zip(
+            np.split(reply.ids, ends),
+            np.split(reply.logprobs, ends),
+            reply.finish_reasons,
+            seeds,
+            strict=True,
+        )
+        return RolloutGroup(prompt, tuple(self._rollout(sample, *part) for sample, part in enumerate(parts)))
+
+    def _rollout(
+        self,
+        sample: int,
+        ids: np.ndarray[Any, Any],
+        logprobs: np.ndarray[Any, Any],
+        finish_reason: str,
+        seed: int,
+    ) -> Rollout:
+        assert self.version is not None
+        return Rollout(
+            torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(logprobs.copy()), finish_reason, sample,
+            int(seed), self.version, self._decode(ids.tolist()),
+        )  # fmt: skip
+
+    @property
+    def _engine_version(self) -> int | None:
+        """What the worker calls the weights in force: None for the folder's own."""
+        return self.version if self._synced else None
+
+    def _add_failure(self, prompt_id: str, reason: str) -> None:
+        self.failures = (*self.failures, PromptFailure(prompt_id, reason))
+
+    def _drop(self, call: int) -> None:
+        try:
+            self._worker.send(Abort(call))
+        except RolloutError as error:
+            LOG.warning("could not abort generation: %s", error)
+
+    def _next_call(self) -> int:
+        self._calls += 1
+        return self._calls
+
+    def _reply_to(self, call: int, deadline: float, waiting_for: str) -> Reply:
+        """The next reply to this call; late ones to earlier calls are dropped."""
+        while True:
+            reply = self._worker.receive(deadline, waiting_for)
+            if isinstance(reply, Ready) or reply.call != call:
+                continue
+            if isinstance(reply, WorkerError):
+                raise RolloutError(f"while waiting for {waiting_for}, {reply.error}: {reply.message}")
+            return reply
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"{folder} is no HF model folder: it has no config.json")
+    config: dict[str, Any] = json.loads(file.read_text())
+    return config
+
+
+def _check_call(prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> None:
+    if sampling.temperature == 0 and group_size > 1:
+        raise ConfigError(
+            f"temperature = 0 gives {group_size} equal responses; use group_size = 1 or a temperature"
+        )
+    ids = [prompt.id for prompt in prompts]
+    if len(set(ids)) < len(ids):
+        twice = next(name for name in ids if ids.count(name) > 1)
+        raise DataError(f"prompt id {twice!r} occurs twice in one call: its responses would be equal")

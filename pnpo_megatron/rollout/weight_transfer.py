@@ -1,0 +1,177 @@
+"""HF-named tensors from one process to another through memory without a name.
+
+The buffer is a Linux memfd: it is no file in /dev/shm, so nothing is left behind when either side is
+killed, and the size limit of /dev/shm does not apply. A manifest (names, shapes, dtypes, offsets,
+checksums) goes over the pipe; the bytes do not.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pnpo_megatron.errors import ConfigError, RolloutError
+from pnpo_megatron.rollout.messages import TensorEntry
+
+ALIGNMENT = 64
+CHECKSUM_COLUMNS = 1024
+ROW_FACTOR = 0x9E3779B1  # odd and far from the column factors, so that swapped blocks do not cancel
+
+
+def expected_tensors(model_folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor a sync must send, from the headers of the folder's safetensors files.
+
+    A tied ``lm_head.weight`` is the embedding under another name and is not sent.
+    """
+    files = sorted(model_folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(
+            f"{model_folder} holds no *.safetensors file; save the model with save_pretrained()"
+        )
+    tied = json.loads((model_folder / "config.json").read_text()).get("tie_word_embeddings", False)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        shapes.update(_header_shapes(file))
+    if tied:
+        shapes.pop("lm_head.weight", None)
+    return {name: shape for name, shape in shapes.items() if not name.endswith("rotary_emb.inv_freq")}
+
+
+def _header_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    with file.open("rb") as stream:
+        (size,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(size))
+    return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+
+
+def check_names(sent: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise RolloutError unless both hold the same names with the same shapes."""
+    missing, extra = sorted(expected.keys() - sent.keys()), sorted(sent.keys() - expected.keys())
+    if missing or extra:
+        raise RolloutError(
+            f"weight sync: {len(sent)} tensors sent, {len(expected)} expected; missing {_some(missing)}, "
+            f"unexpected {_some(extra)}. The exporter and the model folder disagree about the architecture"
+        )
+    wrong = [name for name in sent if tuple(sent[name]) != tuple(expected[name])]
+    if wrong:
+        first = wrong[0]
+        raise RolloutError(
+            f"weight sync: {first} is {list(sent[first])}, the model folder has {list(expected[first])} "
+            f"({len(wrong)} tensors differ); trim padding before sending"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return (
+        ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "none"
+    )
+
+
+def checksum(data: Tensor) -> int:
+    """64-bit checksum of a [n] uint8 tensor that depends on every byte and on its place."""
+    words = data[: data.numel() // 8 * 8].view(torch.int64)
+    total = int.from_bytes(bytes(data[words.numel() * 8 :].tolist()), "little")
+    rows = words[: words.numel() // CHECKSUM_COLUMNS * CHECKSUM_COLUMNS].view(-1, CHECKSUM_COLUMNS)
+    rest = words[rows.numel() :]
+    columns, lines = rows.sum(0), rows.sum(1)
+    total += _weighted(columns, 2) + _weighted(lines, 2 * ROW_FACTOR) + _weighted(rest, 6)
+    return total % 2**64
+
+
+def _weighted(values: Tensor, factor: int) -> int:
+    odd = torch.arange(values.numel(), dtype=torch.int64) * factor + 1
+    return int((values * odd).sum())
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no entry is NaN or infinite. One fast pass: only a sum that overflows is looked at again."""
+    if not tensor.is_floating_point():
+        return True
+    total = tensor.sum(dtype=torch.float32)
+    return bool(total.isfinite()) or bool(tensor.isfinite().all())
+
+
+class WeightSender:
+    """The trainer's end: owns the buffer and fills it, one whole model at a time."""
+
+    def __init__(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """Reserve address space for `expected` (name to shape); pages come only when they are written."""
+        self.expected = dict(expected)
+        self.capacity = sum(_aligned(8 * math.prod(shape)) for shape in self.expected.values())
+        self.fd = os.memfd_create("pnpo_weights")
+        os.ftruncate(self.fd, max(self.capacity, 1))
+        self._buffer = torch.frombuffer(mmap.mmap(self.fd, max(self.capacity, 1)), dtype=torch.uint8)
+
+    def write(self, tensors: Iterable[tuple[str, Tensor]]) -> tuple[tuple[TensorEntry, ...], int]:
+        """Copy every tensor into the buffer and describe it: (entries, bytes used).
+
+        The receiver must be done with the former contents: call this only after its reply.
+
+        Raises:
+            RolloutError: a tensor is missing, unexpected, sent twice, of another shape, or not finite.
+        """
+        entries: list[TensorEntry] = []
+        sent: dict[str, tuple[int, ...]] = {}
+        offset = 0
+        for name, tensor in tensors:
+            if name in sent or name not in self.expected:
+                problem = "was sent twice" if name in sent else "is not a tensor of this model"
+                raise RolloutError(f"weight sync: {name} {problem}; expected {len(self.expected)} HF names")
+            sent[name] = tuple(tensor.shape)
+            if sent[name] == self.expected[name]:
+                entries.append(self._copy(name, tensor, offset))
+                offset += _aligned(tensor.numel() * tensor.element_size())
+        check_names(sent, self.expected)
+        return tuple(entries), offset
+
+    def _copy(self, name: str, tensor: Tensor, offset: int) -> TensorEntry:
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes:
+            os.posix_fallocate(self.fd, offset, nbytes)  # no memory left: OSError here, not a SIGBUS below
+        data = self._buffer[offset : offset + nbytes]
+        shared = data.view(tensor.dtype).view(tensor.shape)
+        shared.copy_(tensor.detach())
+        if not is_finite(shared):
+            raise RolloutError(
+                f"weight sync: {name} holds NaN or infinite values; the update before it went wrong"
+            )
+        return TensorEntry(
+            name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), offset, checksum(data)
+        )
+
+    def close(self) -> None:
+        """Give the memory back; it goes when the receiver lets go of it too."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            self._buffer = torch.empty(0, dtype=torch.uint8)
+
+
+class WeightReceiver:
+    """The worker's end: tensors that lie in the sender's memory, valid until the reply is sent."""
+
+    def __init__(self, fd: int) -> None:
+        self._buffer = torch.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), dtype=torch.uint8)
+
+    def tensors(self, entries: Sequence[TensorEntry]) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor as a view, once its checksum is right."""
+        for entry in entries:
+            dtype = getattr(torch, entry.dtype)
+            data = self._buffer[entry.offset : entry.offset + math.prod(entry.shape) * dtype.itemsize]
+            if checksum(data) != entry.checksum:
+                raise RolloutError(
+                    f"weight sync: the bytes of {entry.name} changed on the way (checksum differs)"
+                )
+            yield entry.name, data.view(dtype).view(entry.shape)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
