@@ -6,20 +6,21 @@ from collections.abc import Sequence
 
 import torch
 
+from pnpo_megatron.algorithm.objective import Mean, loss_shares
 from pnpo_megatron.errors import ConfigError
 from pnpo_megatron.seeds import derive_seed
 from pnpo_megatron.types import MiniBatch, RolloutBatch, TrainSequence
 
 
 def mini_batches(
-    batch: RolloutBatch, groups_per_update: int, *, mean: str, seed: tuple[int | str, ...]
+    batch: RolloutBatch, groups_per_update: int, *, mean: Mean, seed: tuple[int | str, ...]
 ) -> list[MiniBatch]:
     """Cut a rollout batch into updates of whole groups, in an order drawn from `seed`.
 
     Args:
         batch: the frozen rollout batch; `batch.groups` says which sequences belong together.
         groups_per_update: groups per mini-batch; must divide the number of groups.
-        mean: "response" or "token", see `loss_shares`.
+        mean: "response" or "token", of the objective; see `loss_shares`.
         seed: (seed, step, epoch); the same parts give the same order on every rank and on resume.
 
     Returns:
@@ -43,28 +44,11 @@ def mini_batches(
     for start in range(0, len(order), groups_per_update):
         rows = [row for group in order[start : start + groups_per_update] for row in members[group]]
         sequences = tuple(batch.sequences[row] for row in rows)
-        updates.append(MiniBatch(sequences, loss_shares(sequences, mean), tuple(rows)))
+        updates.append(MiniBatch(sequences, shares_of(sequences, mean), tuple(rows)))
     return updates
 
 
-def loss_shares(sequences: Sequence[TrainSequence], mean: str) -> tuple[float, ...]:
-    """Each sequence's weight per trained token, so that the mean over the mini-batch is a plain sum.
-
-    Args:
-        sequences: all sequences of the mini-batch, over all ranks.
-        mean: "response": 1 / (L * B'), B' = sequences with a trained token. "token": 1 / (trained tokens).
-
-    Returns:
-        One share a sequence, 0 where nothing is trained; shares times lengths add up to 1.
-
-    Raises:
-        ConfigError: another `mean`.
-    """
-    lengths = [sequence.length for sequence in sequences]
-    if mean == "response":
-        responses = sum(length > 0 for length in lengths)
-        return tuple(1.0 / (length * responses) if length else 0.0 for length in lengths)
-    if mean == "token":
-        tokens = sum(lengths)
-        return tuple(1.0 / tokens if length else 0.0 for length in lengths)
-    raise ConfigError(f'objective.mean = "{mean}": use "response" or "token"')
+def shares_of(sequences: Sequence[TrainSequence], mean: Mean) -> tuple[float, ...]:
+    """Each sequence's `loss_shares`, from the mask that is trained on (TRAPS H15)."""
+    lengths = torch.tensor([sequence.length for sequence in sequences], dtype=torch.int64)
+    return tuple(loss_shares(lengths, mean).tolist())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from train_rows import rollout_batch, sequence
 
-from pnpo_megatron.data.batching import loss_shares, mini_batches
+from pnpo_megatron.data.batching import shares_of, mini_batches
 from pnpo_megatron.errors import ConfigError
 
 
@@ -34,8 +34,8 @@ def test_the_order_of_groups_depends_on_seed_step_and_epoch_only():
 def test_h09_shares_of_the_two_means_are_the_numbers_of_the_trap():
     """L = 1 with loss 1 and L = 9 with loss 0: response-mean 0.5, token-mean 0.1 (TRAPS H09)."""
     sequences = [sequence(2, [True], seed=0), sequence(2, [True] * 9, seed=1)]
-    assert loss_shares(sequences, "response")[0] * 1 == pytest.approx(0.5, abs=1e-15)
-    assert loss_shares(sequences, "token")[0] * 1 == pytest.approx(0.1, abs=1e-15)
+    assert shares_of(sequences, "response")[0] * 1 == pytest.approx(0.5, abs=1e-15)
+    assert shares_of(sequences, "token")[0] * 1 == pytest.approx(0.1, abs=1e-15)
 
 
 def test_h15_a_masked_response_leaves_numerator_and_denominator_together():
@@ -46,16 +46,16 @@ def test_h15_a_masked_response_leaves_numerator_and_denominator_together():
         sequence(1, [False] * 8, seed=2),
     ]
     for mean in ("response", "token"):
-        shares = loss_shares(sequences, mean)
+        shares = shares_of(sequences, mean)
         assert shares[2] == 0.0
         assert sum(4 * share for share in shares[:2]) == pytest.approx(1.0, abs=1e-15)
 
 
 def test_equal_rewards_count_in_the_denominator_and_full_masks_give_zero_shares():
     flat = sequence(1, [True] * 2, seed=0, advantage=0.0)
-    assert loss_shares([flat, sequence(1, [True] * 2, seed=1)], "response") == (0.25, 0.25)
+    assert shares_of([flat, sequence(1, [True] * 2, seed=1)], "response") == (0.25, 0.25)
     empty = [sequence(1, [False] * 2, seed=0)] * 2
-    assert loss_shares(empty, "response") == loss_shares(empty, "token") == (0.0, 0.0)
+    assert shares_of(empty, "response") == shares_of(empty, "token") == (0.0, 0.0)
 
 
 def test_a_mini_batch_that_does_not_divide_the_groups_is_refused_with_both_numbers():
