@@ -19,6 +19,7 @@ def group_relative(
         rewards: [P, G], one group a row. A reward that is not finite is a fault, not a wrong answer.
         std: the paper does not name it; "population" divides by G, "sample" by G - 1, "none" only centres.
         valid: [P, G] bool, False on further faults.
+
     Returns:
         [P, G] float32 (float64 for float64 rewards). Faults leave their group's statistics and get 0; equal
         rewards and a group of one give exactly 0.

@@ -72,6 +72,7 @@ def policy_loss(
         policy_logprobs: [T] float, nats; the only input that carries a gradient.
         stats: [T] log-ratio statistics, already complete across context-parallel ranks.
         advantages, loss_share: [T] float32; both 0 outside the response.
+
     Returns:
         Scalar *sum* over local tokens, and what was decided about each of them. Adding the sum over
         micro-batches and ranks gives the mean over the mini-batch. Rejected tokens add 0 and the others are
@@ -89,9 +90,9 @@ def policy_loss(
 
 
 def loss_slope(terms: TokenTerms, scale: Tensor, outside: Tensor) -> Tensor:
-    """The slope d loss / d log pi: -w * scale, with `scale` = A * share; exactly 0 on rejected tokens and `outside`.
+    """The slope d loss / d log pi = -w * scale, with `scale` = A * share.
 
-    Selected, not multiplied: 0 * inf is NaN.
+    Exactly 0 on rejected tokens and `outside`: selected, not multiplied, for 0 * inf is NaN.
     """
     return (terms.weight * -scale).masked_fill_(terms.below | terms.above | outside, 0.0)
 
@@ -127,6 +128,7 @@ def loss_shares(lengths: Tensor, mean: Mean) -> Tensor:
     Args:
         lengths: [B] int, trained tokens a response, over all ranks: the denominators are global (TRAPS H09).
         mean: "response": 1 / (L_i * B'), with B' the responses of at least one token; "token": 1 / sum of L.
+
     Returns:
         [B] float64; 0 for a response without a token, which is not counted in B' either.
     """

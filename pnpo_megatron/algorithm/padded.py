@@ -38,6 +38,7 @@ def policy_loss_padded(
         advantages: [B], one a response (`group_relative(rewards).flatten()`).
         response_mask: [B, T] bool or 0/1, True on trained tokens, any pattern.
         overrides: single settings, as in ``gate_low=7e-4``; see `objective_settings`.
+
     Returns:
         The mean over the B' responses with at least one True, or over all True tokens, as the objective
         says. With no True at all: loss 0, gradient 0. For micro-batches of one mini-batch use `policy_loss`

@@ -96,7 +96,7 @@ def _check_tolerances(name: str, gate: str, given: Mapping[str, Any], settings: 
         elif key in settings:
             _check_range(key, settings[key])
         elif key in _REQUIRED:
-            raise ConfigError(f'objective.gate = "{gate}" needs objective.{key}: set it; "{name}" has no default')
+            raise ConfigError(f'objective.gate = "{gate}" needs objective.{key}; "{name}" has none: set it')
 
 
 def _check_range(key: str, value: Any) -> None:

@@ -40,7 +40,7 @@ class RatioStats:
 
 
 def log_ratios(policy_logprobs: Tensor, old_logprobs: Tensor, response_mask: Tensor) -> Tensor:
-    """The log-ratio log rho = policy - old in float32 or better; exactly 0 off the mask, whatever is stored there.
+    """Log-ratios, policy - old, in float32 or better; exactly 0 off the mask, whatever is stored there.
 
     Both are widened before they are subtracted: bfloat16 -12.34567 and -12.34467 are the same number.
     """

@@ -18,32 +18,32 @@ Weight = Callable[[RatioStats], Tensor]
 
 
 def token_ratio(stats: RatioStats) -> Tensor:
-    """The log-weight log rho_t: the current token only (GRPO, DAPO)."""
+    """Gives log rho_t: the current token only (GRPO, DAPO)."""
     return stats.token
 
 
 def cumulative_ratio(stats: RatioStats) -> Tensor:
-    """The log-weight log C_t: the exact prefix correction, Eq. 3; a reference, its scale is unbounded."""
+    """Gives log C_t: the exact prefix correction, Eq. 3; a reference, its scale is unbounded."""
     return stats.prefix_sum
 
 
 def prefix_ratio(stats: RatioStats) -> Tensor:
-    """The log-weight log C_t^(1/t): the geometric mean over the causal prefix, Eq. 7 (PNPO)."""
+    """Gives log C_t^(1/t): the geometric mean over the causal prefix, Eq. 7 (PNPO)."""
     return stats.prefix_sum / stats.position
 
 
 def sequence_ratio(stats: RatioStats) -> Tensor:
-    """The log-weight log C_L^(1/L): one value for the whole response (GSPO)."""
+    """Gives log C_L^(1/L): one value for the whole response (GSPO)."""
     return stats.response_sum / stats.length
 
 
 def minpro_ratio(stats: RatioStats) -> Tensor:
-    """The log-weight log rho_t + min over k < t of log rho_k (MinPRO, arXiv 2601.22718); log rho_1 at t = 1."""
+    """Gives log rho_t + min over k < t of log rho_k (MinPRO, arXiv 2601.22718); log rho_1 at t = 1."""
     return stats.token + stats.preceding_min
 
 
 def tempered_prefix(stats: RatioStats, *, alpha: float = 1.0) -> Tensor:
-    """The log-weight log C_t^(t^-alpha): alpha = 0 is the exact cumulative ratio, alpha = 1 is PNPO.
+    """Gives log C_t^(t^-alpha): alpha = 0 is the exact cumulative ratio, alpha = 1 is PNPO.
 
     Fix another alpha with ``functools.partial(tempered_prefix, alpha=0.5)``.
     """
