@@ -149,5 +149,5 @@ def install() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # importing says that TransformerEngine and apex are missing
         _megatron_patches()
-        importlib.import_module("megatron.core.models.gpt")
+        importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     _installed = True

@@ -102,6 +102,7 @@ def transformer_config(
         "calculate_per_token_loss": True,
         # Every parameter is overwritten by the HF weights, and the loader checks that none is left out.
         "perform_initialization": False,
+        "cuda_graph_scope": [],
         **overrides,
     }
     return TransformerConfig(**fields)

@@ -1,0 +1,71 @@
+"""Random tiny models written by transformers: the independent side of every conversion test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 123456.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+SHAPE: dict[str, Any] = {
+    "vocab_size": 131,  # odd: Megatron pads it to 256
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 123456.0},
+}
+CLASSES = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
+OTHER_FILES = {
+    "tokenizer.json": '{"version": "1.0", "added_tokens": []}',
+    "tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast"}',
+    "chat_template.jinja": "{% for m in messages %}{{ m.content }}{% endfor %}",
+    "special_tokens_map.json": '{"eos_token": "</s>"}',
+    "generation_config.json": '{"eos_token_id": [2, 5], "do_sample": true, "temperature": 0.6}',
+    "LICENSE": "Apache-2.0",
+}
+
+
+def make_hf_model(family: str, *, seed: int = 7, **changes: Any) -> PreTrainedModel:
+    """A float32 model with every tensor random: zero biases and unit norms hide faults."""
+    torch.manual_seed(seed)
+    config_class, model_class = CLASSES[family]
+    model = model_class(config_class(**{**SHAPE, **changes}))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0.0, 0.3)
+            elif "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model.eval()
+
+
+def save_hf_model(model: PreTrainedModel, folder: Path, max_shard_size: str = "5GB") -> Path:
+    """As `save_pretrained` writes it, with the small files a published model carries."""
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    for name, text in OTHER_FILES.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+def hf_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """[n, V] float32 logits of one sequence."""
+    with torch.no_grad():
+        logits: Tensor = model(ids[None]).logits[0].float()
+    return logits
