@@ -78,7 +78,7 @@ def chunked_logprobs(
         tp_group: ranks that share the vocabulary in rank order, or None.
         chunk_tokens: tokens scored together; it bounds memory and has no other effect than rounding.
         partial_hidden_grad: leave the gradient of `hidden` unsummed over tp_group; for hidden states from
-            `gather_sequence`, whose own backward sums them.
+            `gather_first_dim`, whose own backward sums them.
     Returns:
         (logprobs [N], entropy [N]), float32, nats. Communication: all-reduces of N and 3N floats forward and, if
         not partial, of N*h backward.
@@ -92,27 +92,6 @@ def chunked_logprobs(
         )
     head = Head(temperature, vocab_size, tp_group, chunk_tokens, partial_hidden_grad)
     return _ChunkedLogprobs.apply(hidden, weight, labels, head)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def gather_sequence(hidden: Tensor, tp_group: ProcessGroup | None) -> Tensor:
-    """Join sequence-parallel shards: [T/tp, ...] -> [T, ...]; the backward pass sums and scatters."""
-    return hidden if tp_group is None else _GatherFirstDim.apply(hidden, tp_group)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _GatherFirstDim(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        whole = local.new_empty(local.shape[0] * group_size(group), *local.shape[1:])
-        dist.all_gather_into_tensor(whole, local.contiguous(), group=group)
-        return whole
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        local = grad.new_empty(grad.shape[0] // group_size(ctx.group), *grad.shape[1:])
-        dist.reduce_scatter_tensor(local, grad.contiguous(), group=ctx.group)
-        return local, None
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
