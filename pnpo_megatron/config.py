@@ -121,8 +121,10 @@ class RolloutConfig(Section):
     """CPU threads of the engine."""
     keep: NonNegativeInt = 3
     """Binary rollout files kept, 0 for all; the JSON Lines are always kept."""
-    max_mismatch: NonNegativeFloat = 0.0
-    """Stop when the mean |learner - engine| log-prob of a sync check exceeds this; 0 only logs it."""
+    max_mismatch: PositiveFloat = 0.5
+    """Nats a token between learner and engine, on the same weights, above which the run stops."""
+    sync_check: PositiveInt = 4
+    """Prompts sampled after every sync to compare learner and engine."""
     start_timeout_s: PositiveFloat = 900.0
     generate_timeout_s: PositiveFloat = 7200.0
     sync_timeout_s: PositiveFloat = 600.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -87,20 +87,25 @@ def train(plan: Plan, parts: Parts, *, done: int = 0, update: int = 0) -> int:
     return plan.steps
 
 
-def updates_of(plan: Plan, objective: Objective, batch: RolloutBatch, epoch: int) -> Iterator[MiniBatch]:
+def updates_of(plan: Plan, objective: Objective, batch: RolloutBatch, epoch: int) -> Sequence[MiniBatch]:
     """The M mini-batches of one epoch: whole groups, permuted by (seed, step, epoch)."""
     seed = (plan.seed, "order", batch.step, epoch)
     return mini_batches(batch, plan.groups_per_update, mean=objective.mean, seed=seed)
 
 
 def score(plan: Plan, parts: Parts, batch: RolloutBatch) -> tuple[RolloutBatch, Metrics]:
-    """Old log-probs: the first epoch's mini-batches and packing, so every weight is exactly 1 at update 1."""
+    """Old log-probs, from the first epoch's mini-batches and packing: every weight is 1 at update 1."""
     start = perf_counter()
-    old = {}
     if plan.learner_scores_old:
-        for mini_batch in updates_of(plan, parts.objective, batch, epoch=1):
-            old.update(zip(mini_batch.indices, parts.learner.log_probs(mini_batch), strict=True))
+        batch = scored_by(parts.learner, batch, updates_of(plan, parts.objective, batch, epoch=1))
     else:
-        old = {index: sequence.rollout_logprobs for index, sequence in enumerate(batch.sequences)}
-    batch = batch.with_old_logprobs([old[index] for index in range(len(batch.sequences))])
+        batch = batch.with_old_logprobs([sequence.rollout_logprobs for sequence in batch.sequences])
     return batch, {"time/logprobs_s": perf_counter() - start}
+
+
+def scored_by(learner: Learner, batch: RolloutBatch, mini_batches: Iterable[MiniBatch]) -> RolloutBatch:
+    """The batch with the learner's log-probs, computed mini-batch by mini-batch."""
+    old = {}
+    for mini_batch in mini_batches:
+        old.update(zip(mini_batch.indices, learner.log_probs(mini_batch), strict=True))
+    return batch.with_old_logprobs([old[index] for index in range(len(batch.sequences))])

@@ -83,6 +83,14 @@ def collect(
     return batch, metrics | {"time/generate_s": generated - start, "time/reward_s": graded - generated}
 
 
+def probe(
+    step: int, prompts: Sequence[Prompt], sampler: Sampler, sampling: Sampling, seed: tuple[int | str, ...]
+) -> RolloutBatch:
+    """A few fresh responses, not graded, for learner and engine to score alike. Runs on one rank."""
+    groups = list(sampler.generate(prompts, 1, sampling, seed))
+    return _assemble(step, groups, [[RewardResult(0.0)] for _ in groups], "population")
+
+
 def _reward_input(prompt: Prompt, rollout: Rollout) -> RewardInput:
     return RewardInput(
         prompt=prompt.text,

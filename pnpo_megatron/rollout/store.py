@@ -70,6 +70,11 @@ class RolloutStore:
             self._pending.result()
             self._pending = None
 
+    def close(self) -> None:
+        """Finish what is being written and end the writer."""
+        self.flush()
+        self._writer.shutdown()
+
     def read(self, step: int) -> RolloutBatch:
         """The stored batch of one step.
 

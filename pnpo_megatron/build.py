@@ -1,0 +1,211 @@
+"""Turns settings into live parts: first everything that can be wrong is read, then processes are started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pnpo_megatron.algorithm.objective import Objective
+from pnpo_megatron.algorithm.presets import make_objective
+from pnpo_megatron.config import Config
+from pnpo_megatron.convert.architecture import Architecture
+from pnpo_megatron.convert.hf_folder import HfFolder
+from pnpo_megatron.convert.stream import load_hf_weights
+from pnpo_megatron.data.prompts import PromptSource, load_prompts
+from pnpo_megatron.data.templates import load_tokenizer
+from pnpo_megatron.errors import ConfigError
+from pnpo_megatron.eval.benchmarks import Benchmark, load_benchmark
+from pnpo_megatron.parallel.groups import ParallelGroups
+from pnpo_megatron.policy.learner import LearnerSettings, MegatronLearner
+from pnpo_megatron.policy.model import build_model
+from pnpo_megatron.policy.optimizer import OptimizerSettings
+from pnpo_megatron.policy.process_groups import ParallelSettings, initialize_parallel, start_distributed
+from pnpo_megatron.reward.pool import RewardPool
+from pnpo_megatron.rollout.stop_tokens import read_stop_token_ids
+from pnpo_megatron.rollout.vllm_sampler import VllmSampler
+from pnpo_megatron.types import Prompt, Sampling
+
+CPU_CACHE_BYTES, GPU_CACHE_BYTES = 256 * 2**20, 16 * 2**30
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything a run reads before it starts a process: a wrong one ends the run here, with exit code 2."""
+
+    folder: HfFolder
+    architecture: Architecture
+    tokenizer: Any
+    prompts: list[Prompt]
+    prompt_summary: str
+    benchmarks: list[Benchmark]
+    objective: Objective
+    sampling: Sampling
+    eval_sampling: Sampling
+
+
+@dataclass(frozen=True)
+class Live:
+    """Running parts. `sampler` and `rewards` live on rank 0 only."""
+
+    inputs: Inputs
+    groups: ParallelGroups
+    learner: MegatronLearner
+    prompts: PromptSource
+    sampler: VllmSampler | None
+    rewards: RewardPool | None
+
+
+def read_inputs(config: Config) -> Inputs:
+    """Read and check model folder, prompts and benchmarks.
+
+    Raises:
+        UserError: naming the setting, what was found and what works.
+    """
+    if not config.model.hf.is_dir():
+        raise ConfigError(
+            f"model.hf = {config.model.hf}: no such folder; give a Hugging Face folder "
+            "with config.json and safetensors"
+        )
+    folder = HfFolder(config.model.hf)
+    arch = folder.architecture
+    longest = config.rollout.max_prompt_tokens + max(config.rollout.max_response_tokens, _eval_tokens(config))
+    if longest > arch.max_positions:
+        raise ConfigError(
+            f"rollout.max_prompt_tokens + max_response_tokens = {longest} exceeds the model's "
+            f"{arch.max_positions} positions; use a max_response_tokens of "
+            f"{arch.max_positions - config.rollout.max_prompt_tokens} or less"
+        )
+    folder.check_complete()
+    tokenizer = load_tokenizer(folder.path)
+    loaded = load_prompts(
+        config.data.prompts,
+        tokenizer,
+        template=config.data.template,
+        conflicts=config.data.conflicts,
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+        system_prompt=config.data.system_prompt,
+        template_kwargs=config.data.template_kwargs,
+    )
+    if len(loaded.prompts) < config.rollout.prompts and not config.rollout.replay:
+        raise ConfigError(
+            f"rollout.prompts = {config.rollout.prompts}: data.prompts = {config.data.prompts} holds "
+            f"{len(loaded.prompts)} usable prompts ({loaded.summary}); use {len(loaded.prompts)} or fewer"
+        )
+    benchmarks = [
+        load_benchmark(
+            path,
+            tokenizer,
+            template=config.data.template,
+            max_prompt_tokens=config.rollout.max_prompt_tokens,
+            system_prompt=config.data.system_prompt,
+            template_kwargs=config.data.template_kwargs,
+        )
+        for path in config.eval.benchmarks
+    ]
+    stop = read_stop_token_ids(folder.path, tokenizer.eos_token_id)
+    rollout = config.rollout
+    return Inputs(
+        folder=folder,
+        architecture=arch,
+        tokenizer=tokenizer,
+        prompts=loaded.prompts,
+        prompt_summary=str(loaded.summary),
+        benchmarks=benchmarks,
+        objective=_objective(config),
+        sampling=Sampling(rollout.temperature, rollout.max_response_tokens, 1.0, rollout.min_tokens, stop),
+        eval_sampling=Sampling(config.eval.temperature, _eval_tokens(config), config.eval.top_p, 0, stop),
+    )
+
+
+@contextmanager
+def live_parts(config: Config, inputs: Inputs) -> Iterator[Live]:
+    """Start engine and graders on rank 0, build the learner on every rank, and end them all on the way out.
+
+    The engine starts first: importing it takes seconds in which Megatron builds.
+    """
+    start_distributed(config.run.timeout_s)
+    rank = torch.distributed.get_rank()
+    with ExitStack() as stack:
+        sampler, rewards = None, None
+        if rank == 0 and not config.rollout.replay:
+            sampler = stack.enter_context(start_sampler(config, inputs))
+            rewards = stack.enter_context(start_rewards(config))
+        groups = initialize_parallel(
+            ParallelSettings(**config.parallel.model_dump()), seed=config.seed, timeout_s=config.run.timeout_s
+        )
+        learner = build_learner(config, inputs, groups)
+        source = PromptSource(inputs.prompts, seed=config.seed, shuffle=config.data.shuffle)
+        yield Live(inputs, groups, learner, source, sampler, rewards)
+
+
+def build_learner(config: Config, inputs: Inputs, groups: ParallelGroups) -> MegatronLearner:
+    """Megatron's model with the folder's weights, its optimizer, and what turns batches into updates."""
+    chunks = build_model(
+        inputs.architecture,
+        ParallelSettings(**config.parallel.model_dump()),
+        dtype=DTYPES[config.model.dtype],
+        recompute=config.model.recompute,
+    )
+    load_hf_weights(chunks, inputs.folder, groups)
+    settings = config.optimizer.model_dump(exclude={"max_skipped"})
+    return MegatronLearner(
+        chunks,
+        inputs.architecture,
+        groups,
+        OptimizerSettings(**settings, total_steps=config.steps),
+        LearnerSettings(
+            temperature=config.rollout.temperature,
+            max_tokens=config.batching.max_tokens,
+            padded=config.batching.layout == "padded",
+            logprob_chunk=config.model.logprob_chunk,
+        ),
+    )
+
+
+def start_sampler(config: Config, inputs: Inputs) -> VllmSampler:
+    """The engine, starting in the background."""
+    rollout, on_gpu = config.rollout, torch.cuda.is_available()
+    return VllmSampler(
+        inputs.folder.path,
+        dtype=config.model.dtype,
+        max_model_len=rollout.max_prompt_tokens
+        + max(rollout.max_response_tokens, inputs.eval_sampling.max_tokens),
+        kv_cache_memory_bytes=rollout.kv_cache_bytes or (GPU_CACHE_BYTES if on_gpu else CPU_CACHE_BYTES),
+        decode=lambda ids: str(inputs.tokenizer.decode(ids, skip_special_tokens=True)),
+        log_path=config.run.folder / "engine.log",
+        max_num_seqs=rollout.max_num_seqs,
+        enforce_eager=not on_gpu if rollout.enforce_eager is None else rollout.enforce_eager,
+        device="cuda" if on_gpu else "cpu",
+        threads=rollout.threads,
+        start_timeout_s=rollout.start_timeout_s,
+        generate_timeout_s=rollout.generate_timeout_s,
+        sync_timeout_s=rollout.sync_timeout_s,
+    )
+
+
+def start_rewards(config: Config) -> RewardPool:
+    """The grader processes."""
+    return RewardPool(
+        config.reward.function, workers=config.reward.workers, timeout_s=config.reward.timeout_s
+    )
+
+
+def _objective(config: Config) -> Objective:
+    keys = ("weight", "gate", "mean", "gate_low", "gate_high", "clip_low", "clip_high", "dual_clip")
+    values = config.objective.model_dump(include={"name", *keys, "gate_reference_length"})
+    return make_objective(**values)
+
+
+def _eval_tokens(config: Config) -> int:
+    return config.eval.max_response_tokens or config.rollout.max_response_tokens
+
+
+def run_path(config: Config, name: str) -> Path:
+    """A file or folder of the run."""
+    return config.run.folder / name

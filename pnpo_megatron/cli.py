@@ -1,0 +1,106 @@
+"""Command line. Exit codes: 0 done, 2 wrong input, 1 anything else, 75 stopped early with a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pnpo_megatron.errors import (
+    ConfigError,
+    MismatchError,
+    RewardFaultError,
+    RolloutError,
+    TrainingFaultError,
+    UserError,
+)
+from pnpo_megatron.parallel.rank_zero import PeerError
+
+DONE, FAILED, WRONG_INPUT, STOPPED_EARLY = 0, 1, 2, 75
+SPEAKING_FAULTS = (RolloutError, MismatchError, RewardFaultError, TrainingFaultError, PeerError)
+"""Faults whose message is all a person needs; anything else shows its traceback."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments, overrides = _parser().parse_known_args(argv)
+    if overrides and arguments.command != "train":
+        print(
+            f"error: {overrides[0]}: unknown argument; see pnpo-megatron {arguments.command} --help",
+            file=sys.stderr,
+        )
+        return WRONG_INPUT
+    try:
+        run: Callable[[argparse.Namespace, Sequence[str]], int] = arguments.run
+        return run(arguments, overrides)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG_INPUT
+    except SPEAKING_FAULTS as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+
+
+def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from pnpo_megatron.config import load_config
+    from pnpo_megatron.run import run_training
+
+    config = load_config(arguments.config, overrides)
+    code = FAILED
+    try:
+        code = DONE if run_training(config) else STOPPED_EARLY
+    except UserError:
+        code = WRONG_INPUT
+        raise
+    finally:
+        if int(os.environ.get("RANK", "0")) == 0 and config.run.folder.is_dir():
+            (config.run.folder / "exit_code").write_text(f"{code}\n")
+    return code
+
+
+def _eval(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from pnpo_megatron.run import run_evaluation
+
+    if not arguments.benchmark:
+        raise ConfigError("--benchmark: missing; give one or more JSON Lines files of {id, problem, answer}")
+    run_evaluation(arguments)
+    return DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pnpo-megatron", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    train = commands.add_parser(
+        "train",
+        help="train; resumes by itself if the run folder has a checkpoint",
+        epilog="example: pnpo-megatron train examples/arithmetic_cpu/config.toml --steps=20 --seed=7",
+    )
+    train.add_argument("config", help="TOML file; any setting can be overridden with --section.key=value")
+    train.set_defaults(run=_train)
+
+    score = commands.add_parser(
+        "eval",
+        help="Avg@k and pass@k with standard errors",
+        epilog="example: pnpo-megatron eval --model runs/demo/hf/step_000020 --benchmark heldout.jsonl",
+    )
+    score.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
+    score.add_argument("--benchmark", action="append", default=[], help="JSON Lines file; may be repeated")
+    score.add_argument("--samples", type=int, default=32, help="responses a problem (k)")
+    score.add_argument("--temperature", type=float, default=0.7)
+    score.add_argument("--top-p", type=float, default=1.0)
+    score.add_argument("--max-prompt-tokens", type=int, default=1024)
+    score.add_argument("--max-response-tokens", type=int, default=15360)
+    score.add_argument("--template", default="chat", help="chat, raw, or a Jinja file")
+    score.add_argument("--reward", default="math", help="math or module:function")
+    score.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    score.add_argument("--seed", type=int, default=42)
+    score.add_argument("--out", type=Path, help="JSON file for the scores")
+    score.set_defaults(run=_eval)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
