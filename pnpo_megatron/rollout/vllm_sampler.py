@@ -110,7 +110,11 @@ class VllmSampler:
                 f"max_model_len = {max_model_len}: {folder} has {positions} positions; use at most that"
             )
         self._decode, self.version, self._ready = decode, initial_version, False
-        self._start_s, self._generate_s, self._sync_s = start_timeout_s, generate_timeout_s, sync_timeout_s
+        self.start_timeout_s, self.generate_timeout_s, self.sync_timeout_s = (
+            start_timeout_s,
+            generate_timeout_s,
+            sync_timeout_s,
+        )
         self._started, self._calls = time.monotonic(), 0
         self.stats = RolloutStats(0, 0.0)
         self.failures: tuple[PromptFailure, ...] = ()
@@ -133,8 +137,8 @@ class VllmSampler:
     def wait_ready(self) -> None:
         """Wait until the engine can take requests, at most start_timeout_s after the start."""
         if not self._ready:
-            waiting_for = f"the engine to start ({self._start_s:g} s, start_timeout_s)"
-            reply = self._worker.receive(self._started + self._start_s, waiting_for)
+            waiting_for = f"the engine to start ({self.start_timeout_s:g} s, start_timeout_s)"
+            reply = self._worker.receive(self._started + self.start_timeout_s, waiting_for)
             if not isinstance(reply, Ready):
                 raise RolloutError(f"the rollout worker answered {type(reply).__name__} before it was ready")
             LOG.info("engine ready: vLLM %s, %.1f s", reply.engine_version, reply.seconds)
@@ -151,8 +155,8 @@ class VllmSampler:
         self.version = None  # until the engine says otherwise (TRAPS H33)
         call = self._next_call()
         self._worker.send(LoadWeights(call, version, entries, nbytes))
-        waiting_for = f"weights of version {version} to load ({self._sync_s:g} s, sync_timeout_s)"
-        reply = self._reply_to(call, time.monotonic() + self._sync_s, waiting_for)
+        waiting_for = f"weights of version {version} to load ({self.sync_timeout_s:g} s, sync_timeout_s)"
+        reply = self._reply_to(call, time.monotonic() + self.sync_timeout_s, waiting_for)
         if not isinstance(reply, WeightsLoaded) or (reply.version, reply.tensors) != (version, len(entries)):
             raise RolloutError(f"weight sync: the worker answered {reply}, expected version {version}")
         self.version, self._synced = version, True
@@ -234,13 +238,13 @@ class VllmSampler:
     def _groups(
         self, call: int, prompts: Sequence[Prompt], requests: Sequence[PromptRequest]
     ) -> Iterator[RolloutGroup]:
-        deadline, done, finished = time.monotonic() + self._generate_s, 0, False
+        deadline, done, finished = time.monotonic() + self.generate_timeout_s, 0, False
         seeds = {request.index: request.seeds for request in requests}
         try:
             while True:
                 waiting_for = (
                     f"responses: {done} of {len(requests)} prompts finished "
-                    f"({self._generate_s:g} s, generate_timeout_s)"
+                    f"({self.generate_timeout_s:g} s, generate_timeout_s)"
                 )
                 reply = self._reply_to(call, deadline, waiting_for)
                 if isinstance(reply, CallDone):

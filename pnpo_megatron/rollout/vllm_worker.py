@@ -341,7 +341,7 @@ def die_with_parent(lifeline: int, parent: int) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Run the worker on inherited descriptors (control pipe, weight buffer, lifeline) and the trainer's pid."""
+    """Run the worker on inherited descriptors (control pipe, weights, lifeline) and the trainer's pid."""
     control, weights, lifeline, parent = (int(value) for value in argv)
     for descriptor in (control, weights, lifeline):
         os.set_inheritable(descriptor, False)

@@ -81,14 +81,14 @@ def checksum(data: Tensor) -> int:
     total = int.from_bytes(bytes(data[words.numel() * 8 :].tolist()), "little")
     rows = words[: words.numel() // CHECKSUM_COLUMNS * CHECKSUM_COLUMNS].view(-1, CHECKSUM_COLUMNS)
     rest = words[rows.numel() :]
-    columns, lines = rows.sum(0), rows.sum(1)
-    total += _weighted(columns, 2) + _weighted(lines, 2 * ROW_FACTOR) + _weighted(rest, 6)
+    # Odd weights for the columns and even ones for the rows: every word has an odd weight, so no change of
+    # one word can vanish modulo 2**64.
+    total += _weighted(rows.sum(0), 2, 1) + _weighted(rows.sum(1), 2 * ROW_FACTOR, 0) + _weighted(rest, 6, 1)
     return total % 2**64
 
 
-def _weighted(values: Tensor, factor: int) -> int:
-    odd = torch.arange(values.numel(), dtype=torch.int64) * factor + 1
-    return int((values * odd).sum())
+def _weighted(values: Tensor, factor: int, offset: int) -> int:
+    return int((values * (torch.arange(values.numel(), dtype=torch.int64) * factor + offset)).sum())
 
 
 def is_finite(tensor: Tensor) -> bool:
