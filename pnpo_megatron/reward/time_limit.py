@@ -11,7 +11,7 @@ _REPEAT_S = 0.25
 
 
 class TimeLimitError(BaseException):
-    """Raised inside the limited block. A BaseException, so that a library's ``except Exception`` lets it pass."""
+    """Raised inside the limited block. A BaseException, so ``except Exception`` lets it pass."""
 
 
 class _Watchdog:

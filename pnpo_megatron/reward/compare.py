@@ -1,0 +1,224 @@
+"""Whether a final answer equals the gold, from cheap and exact to symbolic: text, numbers, lists, intervals, formulas."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from pnpo_megatron.reward.normalise import (
+    clean,
+    closing,
+    decimal_form,
+    plain,
+    rational,
+    split_percent,
+    split_top,
+    without_unit,
+)
+from pnpo_megatron.reward.symbolic import symbolic_equal
+
+MAX_PARTS = 64
+MAX_ANSWER = 20_000
+"""Characters; a longer "answer" is not one."""
+_JOINERS = re.compile(r",?\s*(?:\\text\s*\{\s*(?:and|or|，|和|或)\s*\}|(?<=[\d})\] ])\b(?:and|or)\b)\s*")
+_NAME = re.compile(r"^\s*\(?([A-Za-z](?:_\{?\w+\}?)?)\)?\s*(?:=|\\in(?![A-Za-z]))\s*(?=\S)")
+_CLOCK = re.compile(r"\d{1,2}\s*:\s*\d\d(?!\d)")
+_BASED = re.compile(r"(\d+)_\{?(\d+)\}?")
+_RELATION = re.compile(r"\\(?:le|ge|lt|gt|ne|neq)(?![A-Za-z])|[<>=]")
+_SIDE = re.compile(r"(\\le(?![A-Za-z])|\\ge(?![A-Za-z])|\\lt(?![A-Za-z])|\\gt(?![A-Za-z])|<|>)\s*(=?)")
+
+
+def equal(answer: str, gold: str) -> bool:
+    """Equal in exact value under the project's rules; formatting, units and separators do not matter."""
+    if len(answer) > MAX_ANSWER:
+        return False
+    return _equal(clean(answer), clean(gold))
+
+
+def _equal(answer: str, gold: str) -> bool:
+    if not answer or not gold:
+        return False
+    if plain(answer) == plain(gold):
+        return True
+    for rule in (_words, _clock, _number, _based, _named, _interval, _parts):
+        verdict = rule(answer, gold)
+        if verdict is not None:
+            return verdict
+    return symbolic_equal(without_unit(split_percent(answer)[0]), without_unit(split_percent(gold)[0]))
+
+
+def _words(answer: str, gold: str) -> bool | None:
+    """Names and words, case aside; single letters keep their case (x is not X)."""
+    left, right = plain(answer).strip("()").casefold(), plain(gold).strip("()").casefold()
+    return True if len(left) > 1 and left == right and left.isalpha() else None
+
+
+def _clock(answer: str, gold: str) -> bool | None:
+    if not (_CLOCK.search(answer) or _CLOCK.search(gold)):
+        return None
+    left, right = (re.sub(r"[\s.]", "", plain(text)).casefold() for text in (answer, gold))
+    return left == right
+
+
+def _number(answer: str, gold: str) -> bool | None:
+    """Exact numbers. A percent sign may be missing on one side; then its value may also be meant."""
+    (left, left_percent), (right, right_percent) = split_percent(answer), split_percent(gold)
+    left, right = without_unit(left), without_unit(right)
+    long_left, long_right = decimal_form(left), decimal_form(right)
+    if long_left is not None and long_left == long_right:
+        return True
+    first, second = rational(left), rational(right)
+    if first is None or second is None:
+        return False if long_left is not None and long_right is not None else None
+    if left_percent != right_percent:
+        scaled = (first / 100, second) if left_percent else (first, second / 100)
+        return first == second or scaled[0] == scaled[1]
+    return first == second
+
+
+def _based(answer: str, gold: str) -> bool | None:
+    """Numbers in another base, ``2516_8``; the base may be missing where the gold has one."""
+    left, right = (_BASED.fullmatch(text.replace(" ", "")) for text in (answer, gold))
+    if right is None:
+        return None if left is None else _base_value(left) == rational(gold)
+    if left is None:
+        return decimal_form(answer) == decimal_form(right.group(1))
+    return left.groups() == right.groups() or _base_value(left) == _base_value(right)
+
+
+def _base_value(match: re.Match[str]) -> int | None:
+    digits, base = match.group(1), match.group(2)
+    if len(digits) > 1000 or len(base) > 2 or not 2 <= int(base) <= 10 or int(max(digits)) >= int(base):
+        return None
+    return int(digits, int(base))
+
+
+def _named(answer: str, gold: str) -> bool | None:
+    """``x = 5`` or ``x \\in [0,1)`` against the value alone, or both with the same name."""
+    left, right = _NAME.match(answer), _NAME.match(gold)
+    if left is None and right is None:
+        return None
+    if left and right and left.group(1) != right.group(1):
+        return None
+    rests = [text[match.end() :] if match else text for text, match in ((answer, left), (gold, right))]
+    if any("=" in rest or not rest for rest in rests):
+        return None
+    if left and right and _has_letters(rests[1]):
+        return None  # a line y = 2x + 3: an equation, left to the solver
+    return _equal(clean(rests[0]), clean(rests[1]))
+
+
+def _has_letters(text: str) -> bool:
+    return bool(re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])", text))
+
+
+def _interval(answer: str, gold: str) -> bool | None:
+    """Intervals and inequalities of one variable, as (bracket, low, high, bracket)."""
+    unions = _as_union(answer), _as_union(gold)
+    if unions != (answer, gold):
+        return _equal(*unions)
+    left, right = _bounds(answer), _bounds(gold)
+    if left is None or right is None or not (_SIDE.search(answer) or _SIDE.search(gold)):
+        return None
+    if left[4] and right[4] and left[4] != right[4]:
+        return False
+    same_ends = left[0] == right[0] and left[3] == right[3]
+    return same_ends and _equal(left[1], right[1]) and _equal(left[2], right[2])
+
+
+def _as_union(text: str) -> str:
+    """``x < 2 or x > 3`` as ``(-\\infty,2)\\cup(3,\\infty)``; any other text unchanged."""
+    parts = [_bounds(clean(part)) for part in _JOINERS.split(text)] if _SIDE.search(text) else []
+    if len(parts) < 2 or None in parts or "," in _JOINERS.sub("", text):
+        return text
+    known = [part for part in parts if part is not None]
+    return r"\cup ".join(f"{left}{low},{high}{right}" for left, low, high, right, _ in known)
+
+
+def _bounds(text: str) -> tuple[str, str, str, str, str] | None:
+    if text[0] in "([" and text[-1] in ")]" and closing(text, 0) == len(text) - 1:
+        ends = split_top(text[1:-1])
+        return (text[0], clean(ends[0]), clean(ends[1]), text[-1], "") if len(ends) == 2 else None
+    if "," in text or "=" in re.sub(r"[<>]\s*=", "", text):
+        return None
+    pieces = _SIDE.split(text)
+    sides = [("<" if re.match(r"<|\\l", s) else ">", bool(e) or s in ("\\le", "\\ge"))
+             for s, e in zip(pieces[1::3], pieces[2::3], strict=True)]  # fmt: skip
+    return _chain([clean(piece) for piece in pieces[0::3]], sides)
+
+
+def _chain(terms: list[str], sides: list[tuple[str, bool]]) -> tuple[str, str, str, str, str] | None:
+    """``a <= x < b``, ``x > a`` and their mirror images."""
+    if len(terms) == 2 and _is_variable(terms[1]) and not _is_variable(terms[0]):
+        terms, sides = terms[::-1], [(_mirror(sides[0][0]), sides[0][1])]
+    if len(terms) == 2 and _is_variable(terms[0]) and not _is_variable(terms[1]):
+        way, closed = sides[0]
+        low, high = (r"-\infty", terms[1]) if way == "<" else (terms[1], r"\infty")
+        return ("(" if way == "<" or not closed else "[", low, high, "]" if way == "<" and closed else ")", terms[0])
+    if len(terms) == 3 and _is_variable(terms[1]) and sides[0][0] == sides[1][0]:
+        if sides[0][0] == ">":
+            terms, sides = terms[::-1], sides[::-1]
+        return ("[" if sides[0][1] else "(", terms[0], terms[2], "]" if sides[1][1] else ")", terms[1])
+    return None
+
+
+def _is_variable(text: str) -> bool:
+    return bool(re.fullmatch(r"[A-Za-z](?:_\{?\w+\}?)?|\\[a-z]+", text)) and text not in (r"\pi", r"\infty", "e", "i")
+
+
+def _mirror(way: str) -> str:
+    return ">" if way == "<" else "<"
+
+
+def _parts(answer: str, gold: str) -> bool | None:
+    """Tuples in order; sets and lists of roots in any order, one to one."""
+    if r"\begin" in answer or r"\begin" in gold:
+        return None
+    (left_kind, left), (right_kind, right) = _split(answer), _split(gold)
+    if left_kind == right_kind == "one" or r"\cup" in answer + gold or r"\cap" in answer + gold:
+        return None
+    if max(len(left), len(right)) > MAX_PARTS or len(left) != len(right):
+        return False if _enumerable(answer) and _enumerable(gold) else None
+    if left_kind in _ORDERED or right_kind in _ORDERED:
+        kinds = {left_kind, right_kind}
+        return (len(kinds) == 1 or "list" in kinds) and all(map(_equal, left, right))
+    return _one_to_one(left, right)
+
+
+_ORDERED = ("()", "[]", "(]", "[)")
+
+
+def _split(text: str) -> tuple[str, list[str]]:
+    """A kind (``()`` and the other brackets, ``set``, ``list``, ``one``) and the members, both signs of ``\\pm`` apart."""
+    inner = re.fullmatch(r"\\\{(.*)\\\}", text)
+    if inner:
+        return "set", list(_members(inner.group(1)))
+    if text[0] in "([" and text[-1] in ")]" and closing(text, 0) == len(text) - 1:
+        parts = [clean(part) for part in split_top(text[1:-1])]
+        return (text[0] + text[-1], parts) if len(parts) > 1 else ("one", [text])
+    parts = list(_members(text))
+    return ("list" if len(parts) > 1 else "one"), parts
+
+
+def _members(text: str) -> Iterator[str]:
+    for part in split_top(_JOINERS.sub(",", text)):
+        if part.count(r"\pm") == 1:
+            yield clean(re.sub(r"^\+", "", part.replace(r"\pm", "+").strip()))
+            yield clean(part.replace(r"\pm", "-"))
+        elif part:
+            yield clean(part)
+
+
+def _enumerable(text: str) -> bool:
+    """A plain list of values, so that a different count settles it; relations and functions go to the solver."""
+    return not _RELATION.search(text)
+
+
+def _one_to_one(left: Sequence[str], right: Sequence[str]) -> bool:
+    rest = list(right)
+    for value in left:
+        match = next((index for index, other in enumerate(rest) if _equal(value, other)), None)
+        if match is None:
+            return False
+        rest.pop(match)
+    return True
