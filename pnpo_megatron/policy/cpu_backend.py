@@ -145,7 +145,7 @@ def install() -> None:
         )
     # Meta-device contexts know tensor factories by identity and list them once: they must list torch's own.
     # Otherwise from_pretrained of transformers leaves rotary frequencies uninitialised, without a word.
-    torch.utils._device._device_constructors()
+    importlib.import_module("torch.utils._device")._device_constructors()
     for owner, name, replacement, _ in _TORCH_PATCHES:
         setattr(owner, name, replacement)
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_is_not_rng_noise)
