@@ -1,0 +1,264 @@
+"""MegatronLearner: scores, updates and exports the policy, whatever the split."""
+
+from __future__ import annotations
+
+import math
+import resource
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from pnpo_megatron.algorithm.objective import Objective, TokenTerms, policy_loss
+from pnpo_megatron.convert.architecture import Architecture
+from pnpo_megatron.convert.stream import export_hf
+from pnpo_megatron.data.partition import Layout
+from pnpo_megatron.errors import ConfigError
+from pnpo_megatron.parallel.gather import gather_first_dim
+from pnpo_megatron.parallel.groups import ParallelGroups
+from pnpo_megatron.parallel.prefix_scan import ratio_stats
+from pnpo_megatron.parallel.reduce import max_over, sum_over
+from pnpo_megatron.parallel.vocab_logprobs import chunked_logprobs
+from pnpo_megatron.policy.forward import MicroBatch, Work, cut, layout_of, run_schedule
+from pnpo_megatron.policy.loss_scale import loss_scale
+from pnpo_megatron.policy.metrics import Tally, reduce_tallies, tally, token_metrics
+from pnpo_megatron.policy.model import output_weight
+from pnpo_megatron.policy.optimizer import (
+    OptimizerSettings,
+    apply_gradient,
+    gradient_norm,
+    make_optimizer,
+    set_learning_rate,
+    wrap_data_parallel,
+)
+from pnpo_megatron.types import MiniBatch
+
+SKIP_REASONS = {
+    0: "",
+    1: "no valid token in the mini-batch",
+    2: "every advantage is 0",
+    3: "every token with an advantage is rejected",
+    4: "loss or gradient is not finite",
+}
+"""Values of `update/skip_reason` (DECISIONS: an update is skipped)."""
+NO_TOKEN, NO_ADVANTAGE, ALL_REJECTED, NOT_FINITE = 1, 2, 3, 4
+
+TokenDump = Callable[[MiniBatch, Mapping[str, list[Tensor]]], None]
+"""Receives "policy_logprobs", "log_weight" (float32) and "keep" (0 or 1) per sequence, [n], token-aligned."""
+
+
+@dataclass(frozen=True)
+class LearnerSettings:
+    """How micro-batches are made and scored."""
+
+    temperature: float = 1.0
+    """What the rollouts were sampled with: all log-probs are of logits / temperature (TRAPS H12)."""
+    max_tokens: int = 16384
+    padded: bool = False
+    logprob_chunk: int = 1024
+    """Tokens that go through the output layer at once."""
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0.0:
+            raise ConfigError(
+                f"rollout.temperature = {self.temperature}: ratios need a distribution; use a value above 0"
+            )
+
+
+class MegatronLearner:
+    """The trained policy on Megatron-Core. Collective: every rank calls every method in the same order."""
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        arch: Architecture,
+        groups: ParallelGroups,
+        optimizer: OptimizerSettings,
+        settings: LearnerSettings,
+    ) -> None:
+        """Wrap loaded model chunks (one per virtual pipeline stage) for training."""
+        self.arch, self.groups, self.settings, self.optimizer_settings = arch, groups, settings, optimizer
+        self.chunks: list[DistributedDataParallel] = wrap_data_parallel(chunks, optimizer)
+        self.optimizer: MegatronOptimizer = make_optimizer(self.chunks, optimizer)
+        self.config: Any = get_model_config(self.chunks[0])
+        self.device: torch.device = next(self.chunks[0].parameters()).device
+        self.token_dump: TokenDump | None = None
+        """Set it to see every token of the updates that follow."""
+        for chunk in self.chunks:
+            chunk.train()
+
+    @property
+    def layout(self) -> Layout:
+        """The packing of every mini-batch, for scoring and for training."""
+        settings = self.settings
+        return layout_of(
+            self.groups,
+            max_tokens=settings.max_tokens,
+            padded=settings.padded,
+            virtual_stages=len(self.chunks),
+        )
+
+    def log_probs(self, mini_batch: MiniBatch) -> list[Tensor]:
+        """Log-probs of the policy now, at temperature T, in exactly the packing and modules of `update`.
+
+        Returns:
+            [n] float32 per sequence on the host, token-aligned, 0 off the mask, complete on every rank.
+            Communication: one all-reduce of all tokens over data x context ranks, one over pipeline stages.
+        """
+        work = cut(mini_batch, self.layout, self.groups, self.device)
+
+        def last_stage(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+            logprobs, _ = self._score(hidden, micro_batch)
+            return logprobs.new_zeros(()), torch.zeros((), dtype=torch.int), (micro_batch, logprobs)
+
+        results = run_schedule(self.chunks, work, self.groups, last_stage, forward_only=True)
+        return self._whole(work, results)
+
+    def update(self, mini_batch: MiniBatch, objective: Objective, *, step: int) -> dict[str, float]:
+        """One optimizer step on Eq. 11, or none if there is nothing to learn from (DECISIONS).
+
+        Args:
+            mini_batch: with old log-probs set; every rank holds the same one.
+            objective: weight and gate are computed anew here.
+            step: rollout batch, from 1; sets the learning rate.
+
+        Returns:
+            Metrics, the same on every rank. `update/skip_reason` is a key of `SKIP_REASONS`.
+        """
+        begin = perf_counter()
+        work = cut(mini_batch, self.layout, self.groups, self.device)
+        rate = set_learning_rate(self.optimizer, self.optimizer_settings, step)
+        reason = _nothing_to_learn(mini_batch)
+        totals = self._forward_backward(work, mini_batch, objective, forward_only=reason != 0)
+        metrics = token_metrics(totals)
+        norm = 0.0 if reason else gradient_norm(self.optimizer)
+        reason = self._agree(reason, metrics["loss"], norm, totals["sums"])
+        if not reason:
+            apply_gradient(self.optimizer, self.optimizer_settings.clip_grad, norm)
+        seconds = perf_counter() - begin
+        return {
+            **metrics,
+            "grad_norm": norm,
+            "lr": rate,
+            "update/skipped": float(reason != 0),
+            "update/skip_reason": float(reason),
+            "update/not_finite": float(reason == NOT_FINITE),
+            "time/update_s": seconds,
+            "tokens/per_second": len(work.flat.ids) / seconds,
+            "memory/peak_bytes": float(_peak_bytes()),
+        }
+
+    def export_hf(self) -> Iterator[tuple[str, Tensor]]:
+        """Full HF-named tensors, one by one, in layer order; every rank must read to the end."""
+        self.finish_parameter_gather()
+        return export_hf(self.chunks, self.arch, self.groups)
+
+    def finish_parameter_gather(self) -> None:
+        """Wait for parameters that `overlap_param_gather` still has on the way; call it before reading them."""
+        if self.optimizer_settings.overlap_param_gather:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+
+    def _score(self, hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropy, [n] float32, of a micro-batch's trained tokens, on the last stage."""
+        states = hidden.squeeze(0)
+        sequence_parallel = self.config.sequence_parallel
+        if sequence_parallel:
+            states = gather_first_dim(states, self.groups.tp)
+        return chunked_logprobs(
+            states.index_select(0, micro_batch.slots),
+            output_weight(self.chunks[-1]),
+            micro_batch.packed.labels.index_select(0, micro_batch.slots),
+            temperature=self.settings.temperature,
+            vocab_size=self.arch.vocab,
+            tp_group=self.groups.tp,
+            chunk_tokens=self.settings.logprob_chunk,
+            partial_hidden_grad=sequence_parallel,
+        )
+
+    def _forward_backward(
+        self, work: Work, mini_batch: MiniBatch, objective: Objective, *, forward_only: bool
+    ) -> dict[str, list[float]]:
+        """Summed gradients in the buffers, and reduced sums of metrics."""
+        scale = loss_scale(self.config, list(work.all_tokens), cp_rank=self.groups.cp_rank)
+        tokens: list[tuple[MicroBatch, Tensor, TokenTerms]] = []
+
+        def last_stage(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Tally]:
+            packed = micro_batch.packed
+            logprobs, entropy = self._score(hidden, micro_batch)
+            policy = micro_batch.spread(logprobs)
+            stats = ratio_stats(
+                policy,
+                packed.old_logprobs,
+                packed.response_mask,
+                packed.position,
+                packed.length,
+                packed.chunk_lengths,
+                self.groups.cp,
+            )
+            loss, terms = policy_loss(objective, policy, stats, packed.advantages, packed.loss_share)
+            if self.token_dump is not None:
+                tokens.append((micro_batch, logprobs.detach(), terms))
+            counted = tally(loss, entropy, stats, terms, packed)
+            return *scale(loss, len(packed.tokens)), counted
+
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        tallies = run_schedule(self.chunks, work, self.groups, last_stage, forward_only=forward_only)
+        if self.token_dump is not None:
+            self.token_dump(mini_batch, self._dumped(work, tokens))
+        return reduce_tallies(tallies, self.groups, self.device)
+
+    def _agree(self, reason: int, loss: float, norm: float, sums: list[float]) -> int:
+        """The reason to skip, the same on every rank: all step or none does."""
+        moving = sums[4]
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            reason = NOT_FINITE
+        elif not reason and moving == 0:
+            reason = ALL_REJECTED
+        agreed = torch.tensor(reason, dtype=torch.int64, device=self.device)
+        return int(max_over(agreed, self.groups.world))
+
+    def _whole(self, work: Work, parts: Sequence[tuple[MicroBatch, Tensor]]) -> list[Tensor]:
+        """[n] values of trained tokens per micro-batch -> per sequence, complete on every rank."""
+        flat = torch.zeros(len(work.flat.ids), dtype=torch.float32, device=self.device)
+        for micro_batch, values in parts:
+            flat[micro_batch.places] = values.to(flat.dtype)
+        # Every token has one owner and zeros elsewhere, so the sum adds nothing to it.
+        flat = sum_over(sum_over(flat, self.groups.dp_cp), self.groups.pp)
+        lengths = work.flat.starts.diff().tolist()
+        return [part.clone() for part in flat.cpu().split(lengths)]
+
+    def _dumped(
+        self, work: Work, tokens: Sequence[tuple[MicroBatch, Tensor, TokenTerms]]
+    ) -> dict[str, list[Tensor]]:
+        def whole(pick: Callable[[Tensor, TokenTerms, Tensor], Tensor]) -> list[Tensor]:
+            return self._whole(work, [(one, pick(logprobs, terms, one.slots)) for one, logprobs, terms in tokens])
+
+        return {
+            "policy_logprobs": whole(lambda logprobs, terms, slots: logprobs),
+            "log_weight": whole(lambda logprobs, terms, slots: terms.log_weight[slots]),
+            "keep": whole(lambda logprobs, terms, slots: terms.keep[slots]),
+        }
+
+
+def _nothing_to_learn(mini_batch: MiniBatch) -> int:
+    """What is known before any forward pass: NO_TOKEN, NO_ADVANTAGE, or 0."""
+    if not any(mini_batch.loss_share):
+        return NO_TOKEN
+    pairs = zip(mini_batch.sequences, mini_batch.loss_share, strict=True)
+    return 0 if any(one.advantage != 0.0 and share > 0.0 for one, share in pairs) else NO_ADVANTAGE
+
+
+def _peak_bytes() -> int:
+    """Most memory ever held: by tensors on the GPU, or by the process where there is none."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,77 @@
+"""How Megatron-Core rescales a loss, and what cancels it: the one place that knows (megatron-core 0.16.1).
+
+The wanted gradient is the plain sum, over ranks and micro-batches, of terms that already carry their share of the
+mean over the whole mini-batch. What Megatron would do to that sum:
+
+| factor                               | cause                                                | here |
+|--------------------------------------|------------------------------------------------------|------|
+| 1 / micro-batches, x CP              | loss function returns 2 values (schedules.py:264)    | 3 are returned |
+| 1 / tokens, 1 / micro-batches        | 3 values without per-token mode (schedules.py:259)   | per-token mode |
+| 1 / (DP x CP) on every gradient      | DDP, fixed when it is built (distributed_data_       | per-token mode, set |
+|                                      | parallel.py:254); set later, gradients are 1/DP off  | before DDP: `require` |
+| 1 / sum of returned token counts     | finalize_model_grads.py:445, in per-token mode,      | counts of 0 (dense), |
+|   over micro-batches and DP x CP     | skipped when that sum is 0                           | or x that sum (MoE) |
+| x routed tokens, auxiliary loss      | router.py:456, per-token mode                        | / their sum, see below |
+
+A mixture of experts adds auxiliary losses inside the router, each multiplied by the tokens the rank routes. To turn
+them into a mean over micro-batches, the counts returned must add up to the tokens routed by one context-parallel
+rank: every such rank holds a *part* of the same auxiliary loss (moe_utils.py:73), so only the first one counts.
+The policy loss is multiplied by the same sum, known from the packing before anything runs, and comes out unscaled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """The scale of one update, the same on every rank but for `counts`."""
+
+    total: int
+    """Routed tokens that Megatron will divide by; 0 for a dense model, where it divides by nothing."""
+    counts: bool
+    """Whether this rank's tokens are part of `total`."""
+    split: int = 1
+    """Tensor-parallel ranks that share a micro-batch's tokens under sequence parallelism."""
+
+    def __call__(self, loss: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """What a Megatron loss function returns first: the scaled loss and the token count.
+
+        Args:
+            loss: scalar sum of share-weighted terms of this micro-batch on this rank.
+            tokens: T, padded tokens of the micro-batch on this rank.
+        """
+        count = tokens // self.split if self.total and self.counts else 0
+        return loss * max(self.total, 1), torch.tensor(count, dtype=torch.int, device=loss.device)
+
+
+def loss_scale(config: Any, micro_batch_tokens: list[int], *, cp_rank: int) -> LossScale:
+    """The scale for one update.
+
+    Args:
+        config: Megatron's TransformerConfig.
+        micro_batch_tokens: T of every micro-batch of every data-parallel rank, dummies included.
+        cp_rank: this rank's place in its context-parallel group.
+    """
+    split = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    experts = config.num_moe_experts is not None
+    total = sum(tokens // split for tokens in micro_batch_tokens) if experts else 0
+    return LossScale(total=total, counts=cp_rank == 0, split=split)
+
+
+def require(config: Any) -> None:
+    """Refuse a model built without per-token mode: routers and DDP read the flag when they are made.
+
+    Raises:
+        ValueError: `calculate_per_token_loss` is off.
+    """
+    if not config.calculate_per_token_loss:
+        raise ValueError(
+            "TransformerConfig.calculate_per_token_loss = False: Megatron would divide gradients by the ranks; "
+            "build the model with calculate_per_token_loss = True"
+        )

@@ -1,0 +1,145 @@
+"""Megatron's data-parallel wrapper and AdamW, the learning rate by steps, and an update that may be refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.utils import get_model_config
+
+from pnpo_megatron.errors import ConfigError
+from pnpo_megatron.policy import loss_scale
+
+SCHEDULES = ("constant", "cosine", "linear")
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW and its schedule; a step is a rollout batch, so reuse and skipped updates never shift the rate."""
+
+    lr: float = 1e-6
+    warmup_steps: int = 10
+    schedule: str = "constant"
+    total_steps: int = 150
+    """Where cosine and linear decay end."""
+    weight_decay: float = 0.1
+    """Of matrices only; 1-D parameters and biases have none."""
+    clip_grad: float = 1.0
+    """Global gradient norm; 0 does not clip."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    distributed: bool = True
+    """Shard optimizer states over data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ConfigError(f'optimizer.schedule = "{self.schedule}": use one of {", ".join(SCHEDULES)}')
+        if self.overlap_param_gather and not (self.distributed and self.overlap_grad_reduce):
+            raise ConfigError(
+                "optimizer.overlap_param_gather = true needs optimizer.distributed and "
+                "optimizer.overlap_grad_reduce; set both to true, or overlap_param_gather to false"
+            )
+
+
+def learning_rate(settings: OptimizerSettings, step: int) -> float:
+    """lr(s) = lr * min(1, s / warmup) * decay(s), constant within a step.
+
+    Args:
+        settings: see `OptimizerSettings`.
+        step: rollout batches, from 1. The first has rate lr / warmup and the last more than 0, so no batch is
+            sampled for nothing: cosine and linear decay would reach 0 one step after the last.
+    """
+    warmup = min(1.0, step / settings.warmup_steps) if settings.warmup_steps else 1.0
+    start = max(settings.warmup_steps, 1)
+    decayed = min(max((step - start) / max(settings.total_steps + 1 - start, 1), 0.0), 1.0)
+    factor = {"constant": 1.0, "linear": 1.0 - decayed, "cosine": 0.5 * (1.0 + math.cos(math.pi * decayed))}
+    return settings.lr * warmup * factor[settings.schedule]
+
+
+def wrap_data_parallel(chunks: Sequence[Any], settings: OptimizerSettings) -> list[DistributedDataParallel]:
+    """Megatron's DDP around every model chunk: gradients are *summed* over data and context parallelism.
+
+    Args:
+        chunks: Float16Module or GPTModel, one per virtual pipeline stage, built in per-token mode.
+    """
+    config = get_model_config(chunks[0])
+    loss_scale.require(config)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=settings.overlap_grad_reduce,
+        overlap_param_gather=settings.overlap_param_gather,
+        use_distributed_optimizer=settings.distributed,
+        check_for_nan_in_grad=False,  # a gradient that is not finite skips the update instead (GPU.md 13)
+    )
+    wrapped = [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    config.finalize_model_grads_func = finalize_model_grads
+    if settings.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
+    return wrapped
+
+
+def make_optimizer(
+    chunks: Sequence[DistributedDataParallel], settings: OptimizerSettings
+) -> MegatronOptimizer:
+    """Megatron's AdamW over wrapped chunks; the distributed one shards its states over DP x CP."""
+    dtype = next(chunks[0].parameters()).dtype
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=0.0,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.betas[0],
+        adam_beta2=settings.betas[1],
+        adam_eps=settings.eps,
+        clip_grad=settings.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=settings.distributed,
+        overlap_param_gather=settings.overlap_param_gather,
+    )
+    return get_megatron_optimizer(config, list(chunks))
+
+
+def set_learning_rate(optimizer: MegatronOptimizer, settings: OptimizerSettings, step: int) -> float:
+    """Give every parameter group its rate and decay for a step; returns the rate."""
+    rate = learning_rate(settings, step)
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["lr_mult"]
+        # Megatron leaves the whole decay in every group; its own scheduler applies the multiplier.
+        group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+    return rate
+
+
+def gradient_norm(optimizer: MegatronOptimizer) -> float:
+    """Global norm of the summed gradient, over all shards; not finite if anything in it is not finite.
+
+    Collective. Copies the gradients to where `apply_gradient` reads them.
+    """
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm())
+
+
+def apply_gradient(optimizer: MegatronOptimizer, clip_grad: float, norm: float) -> None:
+    """Clip by a norm already known and step. Collective: agree on stepping before calling it (GPU.md 13)."""
+    for part in optimizer.chained_optimizers:
+        parameters = part.get_parameters()
+        if parameters and clip_grad > 0.0:
+            decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            clip_grad_by_total_norm_fp32(parameters, clip_grad, norm, decoupled)
+    optimizer.step_with_ready_grads()
