@@ -69,9 +69,9 @@ def _slope_and_value(
 ) -> tuple[Tensor, Tensor]:
     """The slope d loss / d log pi [B, T] and the loss, a few rows at a time."""
     dtype = torch.promote_types(torch.promote_types(policy_logprobs.dtype, old_logprobs.dtype), torch.float32)
-    shares = loss_shares(response_mask.sum(-1), objective.mean)
-    scale = (advantages * shares).to(dtype)[:, None]
+    shares = loss_shares(response_mask.sum(-1), objective.mean).to(dtype)[:, None]
     advantages = advantages.to(dtype)[:, None]
+    scale = advantages * shares
     slope = torch.empty(policy_logprobs.shape, dtype=dtype, device=policy_logprobs.device)
     value = torch.zeros((), dtype=torch.float64, device=policy_logprobs.device)
     rows = max(1, CHUNK_TOKENS // max(1, policy_logprobs.shape[1]))

@@ -9,7 +9,9 @@ from pnpo_megatron.algorithm import group_relative
 def test_h11_population_and_sample_std_give_the_numbers_of_the_table():
     rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
     third = 1 / math.sqrt(3)
-    torch.testing.assert_close(group_relative(rewards), torch.tensor([[math.sqrt(3), -third, -third, -third]]))
+    torch.testing.assert_close(
+        group_relative(rewards), torch.tensor([[math.sqrt(3), -third, -third, -third]])
+    )
     sample = group_relative(rewards, std="sample")
     torch.testing.assert_close(sample, torch.tensor([[1.5, -0.5, -0.5, -0.5]]))
     centred = group_relative(rewards, std="none")

@@ -81,7 +81,10 @@ def test_permuting_packing_and_padding_leave_every_weight_bitwise_alone(data):
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randn(2, length, generator=generator) for length in lengths]
 
-    expected = [packed_ratio_stats(*row, torch.ones(row.shape[1]) > 0, torch.tensor([0, row.shape[1]])) for row in rows]
+    expected = [
+        packed_ratio_stats(*row, torch.ones(row.shape[1]) > 0, torch.tensor([0, row.shape[1]]))
+        for row in rows
+    ]
     packed = torch.cat([rows[i] for i in order], dim=1)
     ends = torch.tensor([0, *[lengths[i] for i in order]]).cumsum(0)
     from_packed = packed_ratio_stats(*packed, torch.ones(packed.shape[1]) > 0, ends)
@@ -110,7 +113,9 @@ def test_a_prefix_sum_is_the_same_number_however_the_sequence_is_cut_and_added(d
     pieces = torch.tensor_split(to_grid(token[0]), cuts)
     sums = [piece.flip(0).sum() for piece in pieces]
     at = data.draw(st.integers(0, len(pieces) - 1))
-    before = sum((sums[i] for i in data.draw(st.permutations(range(at)))), torch.zeros((), dtype=torch.float64))
+    before = sum(
+        (sums[i] for i in data.draw(st.permutations(range(at)))), torch.zeros((), dtype=torch.float64)
+    )
     joined = before + pieces[at].cumsum(0)
     start = sum(len(piece) for piece in pieces[:at])
     assert torch.equal(whole[start : start + len(joined)], joined)
