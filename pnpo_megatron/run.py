@@ -181,7 +181,7 @@ class Run:
             permute_rewards=self.config.reward.permute,
             max_fault_rate=self.config.reward.max_fault_rate,
         )
-        return collect(step, settings, self.live.prompts.take, self._sampler, self.live.rewards.start)
+        return collect(step, settings, self.live.prompts.take, self._sampler, self.live.rewards.submit)
 
     def _probe(self, step: int) -> RolloutBatch:
         prompts = self.live.inputs.prompts[: self.config.rollout.sync_check]

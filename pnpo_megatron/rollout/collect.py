@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -27,8 +28,10 @@ from pnpo_megatron.types import (
     token_aligned,
 )
 
-Grade = Callable[[Sequence[RewardInput]], Callable[[], list[RewardResult]]]
-"""Starts grading one group and returns a function that waits for it."""
+Submit = Callable[[Sequence[RewardInput]], Sequence[Future[RewardResult]]]
+"""Starts grading some responses, in order."""
+GRADE_WAIT_S = 3600.0
+"""Backstop for one grade; the graders' own deadline is far shorter."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,11 @@ class CollectSettings:
 
 
 def collect(
-    step: int, settings: CollectSettings, take: Callable[[int], list[Prompt]], sampler: Sampler, grade: Grade
+    step: int,
+    settings: CollectSettings,
+    take: Callable[[int], list[Prompt]],
+    sampler: Sampler,
+    submit: Submit,
 ) -> tuple[RolloutBatch, dict[str, float]]:
     """Sample and grade the batch of `step`. Runs on one rank.
 
@@ -59,11 +66,13 @@ def collect(
     prompts = take(settings.prompts)
     start = perf_counter()
     groups: dict[str, RolloutGroup] = {}
-    waiting: dict[str, Callable[[], list[RewardResult]]] = {}
+    waiting: dict[str, Sequence[Future[RewardResult]]] = {}
     seed = (settings.seed, "rollout", step)
     for group in sampler.generate(prompts, settings.group_size, settings.sampling, seed):
         groups[group.prompt.id] = group
-        waiting[group.prompt.id] = grade([_reward_input(group.prompt, rollout) for rollout in group.rollouts])
+        waiting[group.prompt.id] = submit(
+            [_reward_input(group.prompt, rollout) for rollout in group.rollouts]
+        )
     generated = perf_counter()
     missing = [prompt.id for prompt in prompts if prompt.id not in groups]
     if missing:
@@ -71,7 +80,7 @@ def collect(
             f"step {step}: no responses came back for {len(missing)} prompts, first {missing[0]!r}; "
             "the engine's log in the run folder says why"
         )
-    results = [waiting[prompt.id]() for prompt in prompts]
+    results = [[future.result(GRADE_WAIT_S) for future in waiting[prompt.id]] for prompt in prompts]
     graded = perf_counter()
     if settings.permute_rewards:
         results = [

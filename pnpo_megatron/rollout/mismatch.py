@@ -1,4 +1,4 @@
-"""Learner against engine: the same weights and tokens, two programs. A bias of the gate's width eats the gate."""
+"""Learner against engine: same weights, same tokens, two programs. A bias of the gate width eats the gate."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ def check_mismatch(metrics: dict[str, float], limit: float, when: str) -> None:
         raise MismatchError(
             f"{when}: learner and engine differ by {gap:.3g} nats a token on the same weights, over "
             f"rollout.max_mismatch = {limit}. Compare model.dtype with the engine's, try "
-            "rollout.enforce_eager = true, and check rope and chat template of the model folder; raise the limit "
+            "rollout.enforce_eager = true, check rope and chat template of the model folder; raise the limit "
             "only if the gap is understood"
         )

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from pnpo_megatron.algorithm.objective import make_objective
+from pnpo_megatron.algorithm.presets import make_objective
 from pnpo_megatron.errors import TrainingFaultError
 from pnpo_megatron.loop import Parts, Plan, train
 from pnpo_megatron.types import RolloutBatch, SequenceRecord, TrainSequence

@@ -1,8 +1,9 @@
-"""A rollout batch: prompt order whatever order groups finish in, faults apart from wrong answers (TRAPS H03, H05)."""
+"""A rollout batch: prompt order whatever finishes first, faults apart from wrong answers (TRAPS H03, H05)."""
 
 from __future__ import annotations
 
 import math
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -39,14 +40,13 @@ class FakeSampler:
         )
 
 
-def grade_from(values):
-    def grade(inputs):
-        return lambda: [
-            RewardResult(*values(item)) if isinstance(values(item), tuple) else RewardResult(values(item))
-            for item in inputs
-        ]
+def submit_from(values):
+    def one(item):
+        future, value = Future(), values(item)
+        future.set_result(RewardResult(*value) if isinstance(value, tuple) else RewardResult(value))
+        return future
 
-    return grade
+    return lambda inputs: [one(item) for item in inputs]
 
 
 def first_is_right(item):
@@ -55,7 +55,7 @@ def first_is_right(item):
 
 def run(sampler=None, values=first_is_right, **changes):
     settings = CollectSettings(prompts=3, group_size=4, sampling=Sampling(1.0, 8), seed=5, **changes)
-    return collect(4, settings, lambda n: PROMPTS[:n], sampler or FakeSampler(), grade_from(values))
+    return collect(4, settings, lambda n: PROMPTS[:n], sampler or FakeSampler(), submit_from(values))
 
 
 def test_sequences_stand_in_prompt_order_with_their_groups_whole():
