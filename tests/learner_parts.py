@@ -1,4 +1,4 @@
-"""A tiny policy on Megatron-Core, mini-batches for it, and the same update in float64 without any of our code."""
+"""A tiny policy on Megatron-Core, mini-batches for it, and the same update in float64 without our code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pnpo_megatron.types import MiniBatch, TrainSequence
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 GATES: dict[str, dict[str, Any]] = {
-    "pnpo": {"gate_low": 0.011, "gate_high": 0.023},  # short responses: wide enough to keep, narrow enough to reject
+    "pnpo": {"gate_low": 0.011, "gate_high": 0.023},  # short responses: some are kept, some rejected
     "gspo": {"clip_low": 0.012, "clip_high": 0.017},
     "grpo": {"clip_low": 0.05, "clip_high": 0.07, "dual_clip": 10.0},
 }
@@ -46,7 +46,7 @@ def make_learner(folder: Path, parallel: Any = None, *, optimizer: Any = None, *
 
 
 def random_sequences(count: int, *, seed: int, vocab: int = 131) -> list[TrainSequence]:
-    """Prompts of 1 to 6 tokens, responses of 1 to 24, some with a hole in the mask, one without any trained token."""
+    """Prompts of 1 to 6 tokens, responses of 1 to 24, some with a hole in the mask, one wholly masked."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int) -> int:
@@ -68,7 +68,7 @@ def random_sequences(count: int, *, seed: int, vocab: int = 131) -> list[TrainSe
 
 
 def share(sequences: list[TrainSequence], mean: str) -> MiniBatch:
-    """The mini-batch of these sequences, with shares by the product's rule (tested against numbers elsewhere)."""
+    """The mini-batch of these sequences, with the product's shares (tested against numbers elsewhere)."""
     from pnpo_megatron.data.batching import shares_of
 
     return MiniBatch(tuple(sequences), shares_of(sequences, mean), tuple(range(len(sequences))))
@@ -95,7 +95,8 @@ class ReferencePolicy:
     """The same HF folder in transformers, float64, one sequence at a time."""
 
     def __init__(self, folder: Path, temperature: float = 1.0) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+        options = {"dtype": torch.float64, "attn_implementation": "eager"}
+        self.model = AutoModelForCausalLM.from_pretrained(folder, **options)
         self.temperature = temperature
 
     def logprobs(self, ids: Tensor) -> Tensor:
@@ -173,6 +174,4 @@ def gradients_of(learner: Any) -> dict[str, Tensor]:
 
 def worst_gradient(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     """Largest norm of difference / norm of reference over tensors (DECISIONS)."""
-    return max(
-        float((found[name].double() - wanted[name]).norm() / wanted[name].norm()) for name in wanted
-    )
+    return max(float((found[name].double() - wanted[name]).norm() / wanted[name].norm()) for name in wanted)

@@ -1,4 +1,4 @@
-"""Micro-batches through the model with Megatron's schedules: what every stage runs, and what the last one returns."""
+"""A mini-batch cut into micro-batches, and these through the model with Megatron's schedules."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ from pnpo_megatron.parallel.cp_layout import local_index
 from pnpo_megatron.parallel.groups import ParallelGroups
 from pnpo_megatron.policy.model import hidden_states
 from pnpo_megatron.types import MiniBatch, PackedBatch
-
-Head = Callable[[Tensor, "MicroBatch"], tuple[Tensor, Tensor]]
-"""Hidden states of the last stage -> log-probs and entropy of the micro-batch's trained tokens, [n] each."""
 
 
 @dataclass(frozen=True)

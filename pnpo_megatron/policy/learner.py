@@ -15,6 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from pnpo_megatron.algorithm.diagnostics import Tally, add_tallies, skip_reason, summarise, tally
 from pnpo_megatron.algorithm.objective import Objective, TokenTerms, policy_loss
 from pnpo_megatron.convert.architecture import Architecture
 from pnpo_megatron.convert.stream import export_hf
@@ -27,7 +28,6 @@ from pnpo_megatron.parallel.reduce import max_over, sum_over
 from pnpo_megatron.parallel.vocab_logprobs import chunked_logprobs
 from pnpo_megatron.policy.forward import MicroBatch, Work, cut, layout_of, run_schedule
 from pnpo_megatron.policy.loss_scale import loss_scale
-from pnpo_megatron.policy.metrics import Tally, reduce_tallies, tally, token_metrics
 from pnpo_megatron.policy.model import output_weight
 from pnpo_megatron.policy.optimizer import (
     OptimizerSettings,
@@ -39,15 +39,16 @@ from pnpo_megatron.policy.optimizer import (
 )
 from pnpo_megatron.types import MiniBatch
 
-SKIP_REASONS = {
-    0: "",
-    1: "no valid token in the mini-batch",
-    2: "every advantage is 0",
-    3: "every token with an advantage is rejected",
-    4: "loss or gradient is not finite",
-}
-"""Values of `update/skip_reason` (DECISIONS: an update is skipped)."""
-NO_TOKEN, NO_ADVANTAGE, ALL_REJECTED, NOT_FINITE = 1, 2, 3, 4
+SKIP_REASONS = (
+    "",
+    "no valid token",
+    "every advantage is 0",
+    "every token with an advantage is rejected",
+    "loss is not finite",
+    "gradient is not finite",
+)
+"""`update/skip_reason` is an index into it (DECISIONS: an update is skipped)."""
+_NOT_FINITE = (4, 5)
 
 TokenDump = Callable[[MiniBatch, Mapping[str, list[Tensor]]], None]
 """Receives "policy_logprobs", "log_weight" (float32) and "keep" (0 or 1) per sequence, [n], token-aligned."""
@@ -129,26 +130,25 @@ class MegatronLearner:
             step: rollout batch, from 1; sets the learning rate.
 
         Returns:
-            Metrics, the same on every rank. `update/skip_reason` is a key of `SKIP_REASONS`.
+            Metrics, the same on every rank. `update/skip_reason` indexes `SKIP_REASONS`.
         """
         begin = perf_counter()
         work = cut(mini_batch, self.layout, self.groups, self.device)
         rate = set_learning_rate(self.optimizer, self.optimizer_settings, step)
-        reason = _nothing_to_learn(mini_batch)
-        totals = self._forward_backward(work, mini_batch, objective, forward_only=reason != 0)
-        metrics = token_metrics(totals)
-        norm = 0.0 if reason else gradient_norm(self.optimizer)
-        reason = self._agree(reason, metrics["loss"], norm, totals["sums"])
+        idle = _nothing_to_learn(mini_batch)
+        total = self._forward_backward(work, mini_batch, objective, forward_only=idle)
+        norm = 0.0 if idle else gradient_norm(self.optimizer)
+        reason = self._agree(skip_reason(total), norm)
         if not reason:
             apply_gradient(self.optimizer, self.optimizer_settings.clip_grad, norm)
         seconds = perf_counter() - begin
         return {
-            **metrics,
+            **summarise(total),
             "grad_norm": norm,
             "lr": rate,
             "update/skipped": float(reason != 0),
             "update/skip_reason": float(reason),
-            "update/not_finite": float(reason == NOT_FINITE),
+            "update/not_finite": float(reason in _NOT_FINITE),
             "time/update_s": seconds,
             "tokens/per_second": len(work.flat.ids) / seconds,
             "memory/peak_bytes": float(_peak_bytes()),
@@ -160,7 +160,7 @@ class MegatronLearner:
         return export_hf(self.chunks, self.arch, self.groups)
 
     def finish_parameter_gather(self) -> None:
-        """Wait for parameters that `overlap_param_gather` still has on the way; call it before reading them."""
+        """Wait for what `overlap_param_gather` still has on the way; call it before reading parameters."""
         if self.optimizer_settings.overlap_param_gather:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
@@ -184,8 +184,8 @@ class MegatronLearner:
 
     def _forward_backward(
         self, work: Work, mini_batch: MiniBatch, objective: Objective, *, forward_only: bool
-    ) -> dict[str, list[float]]:
-        """Summed gradients in the buffers, and reduced sums of metrics."""
+    ) -> Tally:
+        """Leaves summed gradients in Megatron's buffers; the tally of the whole mini-batch, on the host."""
         scale = loss_scale(self.config, list(work.all_tokens), cp_rank=self.groups.cp_rank)
         tokens: list[tuple[MicroBatch, Tensor, TokenTerms]] = []
 
@@ -205,7 +205,15 @@ class MegatronLearner:
             loss, terms = policy_loss(objective, policy, stats, packed.advantages, packed.loss_share)
             if self.token_dump is not None:
                 tokens.append((micro_batch, logprobs.detach(), terms))
-            counted = tally(loss, entropy, stats, terms, packed)
+            counted = tally(
+                loss,
+                stats,
+                terms,
+                mask=packed.response_mask,
+                advantages=packed.advantages,
+                entropy=entropy,
+                mismatch=packed.old_logprobs - packed.rollout_logprobs,
+            )
             return *scale(loss, len(packed.tokens)), counted
 
         for chunk in self.chunks:
@@ -214,16 +222,25 @@ class MegatronLearner:
         tallies = run_schedule(self.chunks, work, self.groups, last_stage, forward_only=forward_only)
         if self.token_dump is not None:
             self.token_dump(mini_batch, self._dumped(work, tokens))
-        return reduce_tallies(tallies, self.groups, self.device)
+        return self._reduced(tallies)
 
-    def _agree(self, reason: int, loss: float, norm: float, sums: list[float]) -> int:
-        """The reason to skip, the same on every rank: all step or none does."""
-        moving = sums[4]
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            reason = NOT_FINITE
-        elif not reason and moving == 0:
-            reason = ALL_REJECTED
-        agreed = torch.tensor(reason, dtype=torch.int64, device=self.device)
+    def _reduced(self, tallies: Sequence[Tally]) -> Tally:
+        """Micro-batches, then data and context ranks, then pipeline stages, of which only the last has any.
+
+        The one place where the host waits for the device.
+        """
+        total = add_tallies(tallies, self.device)
+        sums, maxima = total.sums, total.maxima
+        for group in (self.groups.dp_cp, self.groups.pp):
+            sums, maxima = sum_over(sums, group), max_over(maxima, group)
+        return Tally(sums.cpu(), maxima.cpu())
+
+    def _agree(self, reason: str, norm: float) -> int:
+        """Index of the reason to skip, 0 to step; the same on every rank (GPU.md 13)."""
+        code = SKIP_REASONS.index(reason)
+        if not (code or math.isfinite(norm)):
+            code = SKIP_REASONS.index("gradient is not finite")
+        agreed = torch.tensor(code, dtype=torch.int64, device=self.device)
         return int(max_over(agreed, self.groups.world))
 
     def _whole(self, work: Work, parts: Sequence[tuple[MicroBatch, Tensor]]) -> list[Tensor]:
@@ -234,13 +251,15 @@ class MegatronLearner:
         # Every token has one owner and zeros elsewhere, so the sum adds nothing to it.
         flat = sum_over(sum_over(flat, self.groups.dp_cp), self.groups.pp)
         lengths = work.flat.starts.diff().tolist()
-        return [part.clone() for part in flat.cpu().split(lengths)]
+        return [part.clone() for part in torch.split(flat.cpu(), lengths)]
 
     def _dumped(
         self, work: Work, tokens: Sequence[tuple[MicroBatch, Tensor, TokenTerms]]
     ) -> dict[str, list[Tensor]]:
         def whole(pick: Callable[[Tensor, TokenTerms, Tensor], Tensor]) -> list[Tensor]:
-            return self._whole(work, [(one, pick(logprobs, terms, one.slots)) for one, logprobs, terms in tokens])
+            return self._whole(
+                work, [(one, pick(logprobs, terms, one.slots)) for one, logprobs, terms in tokens]
+            )
 
         return {
             "policy_logprobs": whole(lambda logprobs, terms, slots: logprobs),
@@ -249,12 +268,10 @@ class MegatronLearner:
         }
 
 
-def _nothing_to_learn(mini_batch: MiniBatch) -> int:
-    """What is known before any forward pass: NO_TOKEN, NO_ADVANTAGE, or 0."""
-    if not any(mini_batch.loss_share):
-        return NO_TOKEN
+def _nothing_to_learn(mini_batch: MiniBatch) -> bool:
+    """Whether no trained token has an advantage: known beforehand, so no backward pass is needed."""
     pairs = zip(mini_batch.sequences, mini_batch.loss_share, strict=True)
-    return 0 if any(one.advantage != 0.0 and share > 0.0 for one, share in pairs) else NO_ADVANTAGE
+    return not any(one.advantage != 0.0 and share > 0.0 for one, share in pairs)
 
 
 def _peak_bytes() -> int:

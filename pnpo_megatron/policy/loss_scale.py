@@ -1,22 +1,20 @@
 """How Megatron-Core rescales a loss, and what cancels it: the one place that knows (megatron-core 0.16.1).
 
-The wanted gradient is the plain sum, over ranks and micro-batches, of terms that already carry their share of the
-mean over the whole mini-batch. What Megatron would do to that sum:
+The wanted gradient is the plain sum, over ranks and micro-batches, of terms that already carry their share of
+the mean over the whole mini-batch. What Megatron would make of it, where, and what is done about it:
 
-| factor                               | cause                                                | here |
-|--------------------------------------|------------------------------------------------------|------|
-| 1 / micro-batches, x CP              | loss function returns 2 values (schedules.py:264)    | 3 are returned |
-| 1 / tokens, 1 / micro-batches        | 3 values without per-token mode (schedules.py:259)   | per-token mode |
-| 1 / (DP x CP) on every gradient      | DDP, fixed when it is built (distributed_data_       | per-token mode, set |
-|                                      | parallel.py:254); set later, gradients are 1/DP off  | before DDP: `require` |
-| 1 / sum of returned token counts     | finalize_model_grads.py:445, in per-token mode,      | counts of 0 (dense), |
-|   over micro-batches and DP x CP     | skipped when that sum is 0                           | or x that sum (MoE) |
-| x routed tokens, auxiliary loss      | router.py:456, per-token mode                        | / their sum, see below |
+- x CP / micro-batches, if the loss function returns 2 values (schedules.py:264): it returns 3.
+- 1 / tokens / micro-batches, for 3 values without per-token mode (schedules.py:259): per-token mode is on.
+- 1 / (DP x CP) on every gradient, decided when DDP is built (distributed_data_parallel.py:254): per-token mode
+  is set before that, see `require`; set later, gradients come out 1/DP too small.
+- 1 / (token counts returned, summed over micro-batches and DP x CP) in per-token mode, unless that sum is 0
+  (finalize_model_grads.py, last lines): a dense model returns counts of 0; with experts see below.
+- x routed tokens on auxiliary losses, in per-token mode (router.py:456): see below.
 
-A mixture of experts adds auxiliary losses inside the router, each multiplied by the tokens the rank routes. To turn
-them into a mean over micro-batches, the counts returned must add up to the tokens routed by one context-parallel
-rank: every such rank holds a *part* of the same auxiliary loss (moe_utils.py:73), so only the first one counts.
-The policy loss is multiplied by the same sum, known from the packing before anything runs, and comes out unscaled.
+A mixture of experts adds auxiliary losses inside the router, each multiplied by the tokens the rank routes. To
+turn them into a mean over micro-batches, the counts returned must add up to the tokens routed by *one*
+context-parallel rank: each holds a part of the same auxiliary loss (moe_utils.py:73), so only the first counts.
+The policy loss is multiplied by the same sum, known from the packing beforehand, and comes out unscaled.
 """
 
 from __future__ import annotations
@@ -72,6 +70,6 @@ def require(config: Any) -> None:
     """
     if not config.calculate_per_token_loss:
         raise ValueError(
-            "TransformerConfig.calculate_per_token_loss = False: Megatron would divide gradients by the ranks; "
-            "build the model with calculate_per_token_loss = True"
+            "TransformerConfig.calculate_per_token_loss = False: Megatron would divide gradients by the "
+            "number of ranks; build the model with calculate_per_token_loss = True"
         )

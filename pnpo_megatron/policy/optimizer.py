@@ -1,4 +1,4 @@
-"""Megatron's data-parallel wrapper and AdamW, the learning rate by steps, and an update that may be refused."""
+"""Megatron's data-parallel wrapper and AdamW, the learning rate by steps, a step that may be refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCHEDULES = ("constant", "cosine", "linear")
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW and its schedule; a step is a rollout batch, so reuse and skipped updates never shift the rate."""
+    """AdamW and its schedule; a step is a rollout batch, so reuse and skips never shift the rate."""
 
     lr: float = 1e-6
     warmup_steps: int = 10
