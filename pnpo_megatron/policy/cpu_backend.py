@@ -124,6 +124,13 @@ def _megatron_patches() -> None:
     vars(dispatcher)["maybe_move_tensor_to_cpu"] = _split_sizes
 
 
+_NOISE = (
+    ".*CUDA_DEVICE_MAX_CONNECTIONS",  # advice for GPUs
+    r"The \.grad attribute of a Tensor that is not a leaf",  # Megatron looks at its fp32 views
+    r"`torch\.distributed\..*` is deprecated",  # Megatron's names for collectives that torch 2.13 renamed
+)
+
+
 def _is_not_rng_noise(record: logging.LogRecord) -> bool:
     # The CPU generator plays the CUDA one, so it does change inside a "CUDA" RNG context.
     return "CPU RNG state changed" not in record.getMessage()
@@ -149,6 +156,8 @@ def install() -> None:
     for owner, name, replacement, _ in _TORCH_PATCHES:
         setattr(owner, name, replacement)
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_is_not_rng_noise)
+    for message in _NOISE:
+        warnings.filterwarnings("ignore", message=message)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # importing says that TransformerEngine and apex are missing
         _megatron_patches()

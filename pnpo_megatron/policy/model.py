@@ -96,16 +96,23 @@ def transformer_config(
         "pipeline_dtype": dtype,
         # Packs differ in length, so stages tell each other the shape first.
         "variable_seq_lengths": parallel.pipeline > 1,
+        "moe_token_dispatcher_type": "alltoall",  # Megatron checks it for dense models too: the default fixes the length
         # Without overlap, Megatron pairs the four messages of PP 2 with virtual stages wrongly, without a word.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         "calculate_per_token_loss": True,
-        # Every parameter is overwritten by the HF weights, and the loader checks that none is left out.
-        "perform_initialization": False,
+        # Every parameter is overwritten by the HF weights, and the loader checks that none is left out. Switching
+        # `perform_initialization` off instead would also leave out the marks by which the gradient norm tells
+        # tensor-parallel shards from copies.
+        **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _leave_unset),
         "cuda_graph_scope": [],
         **overrides,
     }
     return TransformerConfig(**fields)
+
+
+def _leave_unset(weight: Tensor) -> None:
+    """An initialisation that does nothing."""
 
 
 def _shape_fields(arch: Architecture) -> dict[str, Any]:
@@ -151,7 +158,6 @@ def _expert_fields(experts: Experts, parallel: ParallelSettings) -> dict[str, An
         "moe_router_pre_softmax": not experts.renormalise,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
-        "moe_token_dispatcher_type": "alltoall",
     }
 
 

@@ -1,0 +1,51 @@
+"""One model under every split of two ranks: the same exported tensors, the same loss, the same weights after updates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import make_hf_model, save_hf_model
+from tiny_run import TinyRun
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP2": {"tensor": 2},
+    "TP2+SP": {"tensor": 2, "sequence": True},
+    "PP2": {"pipeline": 2},
+    "PP2xVPP2": {"pipeline": 2, "virtual_pipeline": 2},
+    "DP2": {},
+}
+
+
+def trained(folder: Path, sizes: dict[str, Any], updates: int, **optimizer: Any) -> dict[str, Any]:
+    run = TinyRun(folder, sizes, **optimizer)
+    before = run.export()
+    for number in range(updates):
+        run.update(number)
+    return {"before": before, "after": run.export()}
+
+
+def every_layout(folder: str) -> dict[str, dict[str, Any]]:
+    return {name: trained(Path(folder), sizes, 2) for name, sizes in LAYOUTS.items()}
+
+
+def one_rank(folder: str) -> dict[str, Any]:
+    return trained(Path(folder), {}, 2)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_h21_h25_every_split_exports_the_source_and_learns_the_same(spawn, tmp_path, tied):
+    model = make_hf_model("qwen2", tie_word_embeddings=tied)
+    folder = save_hf_model(model, tmp_path / "hf")
+    source = {name: value for name, value in model.state_dict().items() if not (tied and name == "lm_head.weight")}
+    (reference,) = spawn(one_rank, 1, str(folder))
+    assert not torch.equal(reference["after"]["model.norm.weight"], source["model.norm.weight"])
+    for rank, layouts in enumerate(spawn(every_layout, 2, str(folder), timeout_s=120)):
+        for name, run in layouts.items():
+            assert list(run["before"]) == list(reference["before"]), (name, rank)
+            for tensor, value in source.items():
+                assert torch.equal(run["before"][tensor], value), (name, rank, tensor)
+            for tensor, value in reference["after"].items():
+                torch.testing.assert_close(run["after"][tensor], value, atol=2e-6, rtol=0, msg=lambda text: f"{name} {tensor}: {text}")
