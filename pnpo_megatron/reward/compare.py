@@ -154,7 +154,13 @@ def _chain(terms: list[str], sides: list[tuple[str, bool]]) -> tuple[str, str, s
     if len(terms) == 2 and _is_variable(terms[0]) and not _is_variable(terms[1]):
         way, closed = sides[0]
         low, high = (r"-\infty", terms[1]) if way == "<" else (terms[1], r"\infty")
-        return ("(" if way == "<" or not closed else "[", low, high, "]" if way == "<" and closed else ")", terms[0])
+        return (
+            "(" if way == "<" or not closed else "[",
+            low,
+            high,
+            "]" if way == "<" and closed else ")",
+            terms[0],
+        )
     if len(terms) == 3 and _is_variable(terms[1]) and sides[0][0] == sides[1][0]:
         if sides[0][0] == ">":
             terms, sides = terms[::-1], sides[::-1]
@@ -163,7 +169,12 @@ def _chain(terms: list[str], sides: list[tuple[str, bool]]) -> tuple[str, str, s
 
 
 def _is_variable(text: str) -> bool:
-    return bool(re.fullmatch(r"[A-Za-z](?:_\{?\w+\}?)?|\\[a-z]+", text)) and text not in (r"\pi", r"\infty", "e", "i")
+    return bool(re.fullmatch(r"[A-Za-z](?:_\{?\w+\}?)?|\\[a-z]+", text)) and text not in (
+        r"\pi",
+        r"\infty",
+        "e",
+        "i",
+    )
 
 
 def _mirror(way: str) -> str:

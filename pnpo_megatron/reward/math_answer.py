@@ -46,7 +46,9 @@ def grade(
         ValueError: the gold is not a non-empty string. That is the data's fault, never a wrong answer.
     """
     if not isinstance(gold, str) or not gold.strip():
-        raise ValueError(f"gold answer is {gold!r}; expected a non-empty string. Fix the row in the data file")
+        raise ValueError(
+            f"gold answer is {gold!r}; expected a non-empty string. Fix the row in the data file"
+        )
     found = extract_answer(response_text, reasoning_open=reasoning_open, finish_reason=finish_reason)
     if found.answer is None or not found.answer.strip():
         return Grade(False, None, found.truncated)

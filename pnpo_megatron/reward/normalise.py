@@ -28,7 +28,9 @@ _REWRITES = [
     (re.compile(r"\s+"), " "),
 ]
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
-_UNIT_TEXT = re.compile(r"^(?P<value>.*[\d})].*?)\s*\\text\s*\{(?P<unit>[^{}]*)\}\s*(?:\^\s*\{?\s*\d\s*\}?)?$")
+_UNIT_TEXT = re.compile(
+    r"^(?P<value>.*[\d})].*?)\s*\\text\s*\{(?P<unit>[^{}]*)\}\s*(?:\^\s*\{?\s*\d\s*\}?)?$"
+)
 _UNIT_WORDS = re.compile(r"^(?P<value>[\d.,/ ]*\d)\s+(?P<unit>[A-Za-z][A-Za-z./ ]*[A-Za-z.])(?:\^\{?\d\}?)?$")
 _DEGREES = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*[CF]?$|\s*\\degrees?$")
 _PERCENT = re.compile(r"\s*(?:\\?%|\\text\s*\{\s*per\s?cent\s*\}|(?<=[\d} ])per\s?cent)$", re.IGNORECASE)

@@ -11,17 +11,16 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 
 from pnpo_megatron.errors import ConfigError, RewardFaultError
-from pnpo_megatron.reward.process import GradingProcess
+from pnpo_megatron.reward.process import START_TIMEOUT_S, GradingProcess
 from pnpo_megatron.reward_types import RewardInput, RewardResult
 
-START_TIMEOUT_S = 180.0
 MAX_FAILED_STARTS = 3
 DEFAULT_MEMORY_BYTES = 4 << 30
 
@@ -95,11 +94,21 @@ class RewardPool:
         self._wake()
         return [job.future for job in jobs]
 
+    def start(self, inputs: Sequence[RewardInput]) -> Callable[[], list[RewardResult]]:
+        """Submit now; the returned function waits for the results, in order."""
+        futures = self.submit(inputs)
+        return lambda: self._wait(futures)
+
     def grade(self, inputs: Sequence[RewardInput]) -> list[RewardResult]:
-        """Submit and wait. The wait is bounded: every grade takes its deadline twice at most, and restarts are few."""
-        deadline_s = START_TIMEOUT_S * (MAX_FAILED_STARTS + 1) + 2 * self._timeout_s * (len(inputs) + 1)
-        end = time.monotonic() + deadline_s
-        return [future.result(timeout=end - time.monotonic()) for future in self.submit(inputs)]
+        """Submit and wait."""
+        return self.start(inputs)()
+
+    def _wait(self, futures: Sequence[Future[RewardResult]]) -> list[RewardResult]:
+        """Bounded: a grade takes its deadline twice at most, and the ones before it in the queue likewise."""
+        with self._lock:
+            ahead = len(self._queue) + len(futures) + len(self._workers)
+        end = time.monotonic() + START_TIMEOUT_S * (MAX_FAILED_STARTS + 1) + 3 * self._timeout_s * ahead
+        return [future.result(timeout=max(end - time.monotonic(), 0.0)) for future in futures]
 
     def close(self) -> None:
         """End the workers. Futures that are not done are cancelled."""
@@ -251,7 +260,9 @@ class RewardPool:
         self._jobs.clear()
         for job in jobs:
             if not job.future.cancel():
-                job.future.set_exception(error or RewardFaultError("the RewardPool was closed before this grade"))
+                job.future.set_exception(
+                    error or RewardFaultError("the RewardPool was closed before this grade")
+                )
 
 
 def check_faults(results: Sequence[RewardResult], max_fault_rate: float) -> int:

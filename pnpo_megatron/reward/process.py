@@ -38,7 +38,11 @@ class GradingProcess:
                 [sys.executable, "-m", "pnpo_megatron.reward.worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                    "OMP_NUM_THREADS": "1",
+                },
             )
         self.connection = Connection(ours.detach())
         self.starting, self.idle = True, False

@@ -37,7 +37,9 @@ def symbolic_equal(answer: str, gold: str) -> bool:
 
 
 def _parse(text: str) -> Any:
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off: ours is on
+    logging.getLogger("math_verify").setLevel(
+        logging.ERROR
+    )  # it warns that its own time limit is off: ours is on
     from math_verify import LatexExtractionConfig, parse
 
     text = re.sub(r"(?<=\d)i(?![A-Za-z])", " i", text)  # 3i: it looks for a free-standing i
@@ -91,7 +93,13 @@ def _opened(value: Any, wrapper: Any) -> Any:
 
 def too_costly(text: str) -> bool:
     """Whether a formula could take unbounded time or memory: length, nesting, huge powers, factorials and sums."""
-    if not text or len(text) > MAX_LENGTH or "__" in text or "$" in text or re.search(r"[\x00-\x08\x0b-\x1f]", text):
+    if (
+        not text
+        or len(text) > MAX_LENGTH
+        or "__" in text
+        or "$" in text
+        or re.search(r"[\x00-\x08\x0b-\x1f]", text)
+    ):
         return True
     return _too_deep(text) or _huge_power(text) or _huge_factorial(text) or _huge_operator(text)
 

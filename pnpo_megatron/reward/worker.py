@@ -45,7 +45,9 @@ def load_function(name: str) -> RewardFunction:
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"reward function {name!r} cannot be loaded: {error}; check name and PYTHONPATH") from error
+        raise ValueError(
+            f"reward function {name!r} cannot be loaded: {error}; check name and PYTHONPATH"
+        ) from error
     if not callable(function):
         raise ValueError(f"reward function {name!r} is a {type(function).__name__}; expected a function")
     return function  # type: ignore[no-any-return]
@@ -62,7 +64,11 @@ def score(functions: Mapping[str, tuple[RewardFunction, float]], sample: RewardI
                 value = _number(function(sample))
         except Exception as error:  # the user's code: any failure is a fault, never a reward
             where = traceback.extract_tb(error.__traceback__)[-1]
-            return None, f"{name}: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"[:2000], None
+            return (
+                None,
+                f"{name}: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"[:2000],
+                None,
+            )
         total += weight * value
     return total, "", answer
 
@@ -102,7 +108,9 @@ def serve(connection: Connection, weights: Mapping[str, float], timeout_s: float
             sample = connection.recv()
         except (EOFError, ConnectionError):
             return
-        signal.setitimer(signal.ITIMER_REAL, timeout_s + _ORPHAN_MARGIN_S)  # ends us if nobody is left to do so
+        signal.setitimer(
+            signal.ITIMER_REAL, timeout_s + _ORPHAN_MARGIN_S
+        )  # ends us if nobody is left to do so
         result = score(functions, sample)
         signal.setitimer(signal.ITIMER_REAL, 0)
         connection.send(result)

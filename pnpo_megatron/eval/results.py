@@ -1,0 +1,196 @@
+"""What an evaluation found: kept per sample, summarised per benchmark, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from pnpo_megatron.eval.avg_at_k import Score, avg_at_k, macro_mean, pass_at_k
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """One graded response."""
+
+    problem: str
+    sample: int
+    seed: int
+    version: int
+    correct: bool
+    reward: float
+    answer: str | None
+    finish_reason: str
+    length: int
+    """Response tokens."""
+    timed_out: bool
+    text: str
+
+    @property
+    def truncated(self) -> bool:
+        """Cut at the token limit."""
+        return self.finish_reason == "length"
+
+
+@dataclass(frozen=True)
+class BenchmarkResult:
+    """k graded samples of every problem of one benchmark, in file order."""
+
+    name: str
+    k: int
+    samples: tuple[tuple[SampleResult, ...], ...]
+    """[problems][k]."""
+    faults: int = 0
+    """Grades that failed at first and were repeated; none of them counts as a wrong answer."""
+
+    @property
+    def correct(self) -> list[list[bool]]:
+        """[problems][k]."""
+        return [[sample.correct for sample in problem] for problem in self.samples]
+
+    @property
+    def score(self) -> Score:
+        """Avg@k with its standard errors (DECISIONS: Scores)."""
+        return avg_at_k(self.correct, self.k)
+
+    def summary(self) -> dict[str, float]:
+        """The numbers that metrics and the result file carry. NaN: one problem or one sample tells no spread."""
+        score, flat = self.score, [sample for problem in self.samples for sample in problem]
+        return {
+            "avg_at_k": score.mean,
+            "stderr": score.stderr,
+            "stderr_sampling": score.stderr_sampling,
+            "pass_at_k": pass_at_k(self.correct, self.k),
+            "majority_at_k": fmean(_majority_correct(problem) for problem in self.samples),
+            "truncated_fraction": fmean(sample.truncated for sample in flat),
+            "length_mean": fmean(sample.length for sample in flat),
+            "timeouts": float(sum(sample.timed_out for sample in flat)),
+            "faults": float(self.faults),
+        }
+
+
+def _majority_correct(samples: Sequence[SampleResult]) -> float:
+    """Whether the commonest answer is right; ties share. Answers that grade alike but are spelled in two ways
+    count as two, so this is a lower bound; without any answer it is 0."""
+    counts = Counter(sample.answer for sample in samples if sample.answer is not None)
+    most = max(counts.values(), default=0)
+    right = {sample.answer: sample.correct for sample in samples}
+    winners = [answer for answer, count in counts.items() if count == most]
+    return fmean(right[answer] for answer in winners) if winners else 0.0
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """All benchmarks of one evaluation."""
+
+    benchmarks: tuple[BenchmarkResult, ...]
+    seconds: float = 0.0
+
+    @property
+    def macro(self) -> Score:
+        """Plain mean over benchmarks."""
+        return macro_mean([benchmark.score for benchmark in self.benchmarks])
+
+    def to_metrics(self) -> dict[str, float]:
+        """Flat ``eval/NAME/...`` keys, ``eval/macro``, ``eval/macro_stderr``; numbers that do not exist are left out."""
+        metrics = {
+            f"eval/{benchmark.name}/{key}": value
+            for benchmark in self.benchmarks
+            for key, value in benchmark.summary().items()
+        }
+        metrics |= {"eval/macro": self.macro.mean, "eval/macro_stderr": self.macro.stderr}
+        metrics["time/eval_s"] = self.seconds
+        return {key: value for key, value in metrics.items() if not math.isnan(value)}
+
+    def to_json(self) -> dict[str, Any]:
+        """Summaries, and for every problem its k verdicts."""
+        return {
+            "macro": _jsonable(asdict(self.macro)),
+            "seconds": self.seconds,
+            "benchmarks": {
+                benchmark.name: {
+                    "k": benchmark.k,
+                    "problems": len(benchmark.samples),
+                    **_jsonable(benchmark.summary()),
+                    "correct": {
+                        problem[0].problem: [int(sample.correct) for sample in problem]
+                        for problem in benchmark.samples
+                    },
+                }
+                for benchmark in self.benchmarks
+            },
+        }
+
+    def write(self, folder: Path, step: int, **about: Any) -> Path:
+        """``step_NNNNNN.json`` (numbers) and ``step_NNNNNN.jsonl`` (every sample with its text) in `folder`.
+
+        Args:
+            about: what else the file should say, e.g. model and sampling settings.
+        Returns:
+            The path of the JSON file, which is written last: where it stands, both are complete.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"step_{step:06d}.json"
+        rows = [
+            json.dumps({"benchmark": benchmark.name, **asdict(sample)}, ensure_ascii=False)
+            for benchmark in self.benchmarks
+            for problem in benchmark.samples
+            for sample in problem
+        ]
+        _write_atomically(path.with_suffix(".jsonl"), "".join(row + "\n" for row in rows))
+        _write_atomically(path, json.dumps({"step": step, **about, **self.to_json()}, indent=1) + "\n")
+        return path
+
+    def print_table(self, console: Console | None = None) -> None:
+        """A table for people: scores in percent with the standard error over problems."""
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title="Evaluation", title_justify="left")
+        for heading in (
+            "benchmark",
+            "problems",
+            "k",
+            "Avg@k",
+            "± stderr",
+            "pass@k",
+            "maj@k",
+            "truncated",
+            "tokens",
+        ):
+            table.add_column(heading, justify="left" if heading == "benchmark" else "right")
+        for benchmark in self.benchmarks:
+            row = benchmark.summary()
+            shares = ("avg_at_k", "stderr", "pass_at_k", "majority_at_k", "truncated_fraction")
+            cells = [_percent(row[key]) for key in shares]
+            sizes = (benchmark.name, str(len(benchmark.samples)), str(benchmark.k))
+            table.add_row(*sizes, *cells, f"{row['length_mean']:.1f}")
+        table.add_section()
+        table.add_row("macro", "", "", _percent(self.macro.mean), _percent(self.macro.stderr))
+        (console or Console()).print(table)
+
+
+def _percent(value: float) -> str:
+    return "-" if math.isnan(value) else f"{100 * value:.1f}"
+
+
+def _jsonable(values: dict[str, float]) -> dict[str, float | None]:
+    return {key: None if math.isnan(value) else value for key, value in values.items()}
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    staged = path.with_name(path.name + ".tmp")
+    with staged.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(staged, path)
