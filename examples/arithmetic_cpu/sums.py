@@ -1,8 +1,8 @@
 """The task: two-digit sums, worked digit by digit, and how a careless person works them.
 
 A right answer to ``37+48=`` is ``7+8=15,3+4+1=8`` and a last line ``Answer: 85``. The base model learns from
-workings with slips, so it knows the procedure and follows it carelessly: reinforcement has something to sharpen,
-and what it sharpens holds for every sum.
+workings with slips, so it knows the procedure and follows it carelessly: reinforcement has something to
+sharpen, and what it sharpens holds for every sum.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Sums:
 
 
 def split_sums(seed: int, prompts: int = 800, heldout: int = 256) -> Sums:
-    """Cut the 4,095 pairs of two-digit numbers in three; ``prompts`` and ``heldout`` count unordered pairs."""
+    """Cut the 4,095 unordered pairs of two-digit numbers in three; the counts are of pairs."""
     rng = random.Random(seed)
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
     rng.shuffle(pairs)

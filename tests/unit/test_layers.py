@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "pnpo_megatron"
 
-BASE = ("types", "errors", "seeds")
+BASE = ("types", "reward_types", "errors", "seeds")
 PURE = (*BASE, "algorithm", "convert.layouts", "eval.avg_at_k")
 INPUTS = (*PURE, "data", "reward")
 SHARDED = (*INPUTS, "parallel", "convert", "eval")
@@ -35,15 +35,17 @@ LAYERS: dict[str, Layer] = {
     "": ANYTHING,
     **{name: Layer(PURE, distributed=False) for name in PURE},
     "data": Layer(INPUTS, ("jinja2", "pyarrow", "tokenizers", "transformers"), distributed=False),
-    "reward": Layer(INPUTS, ("math_verify",), distributed=False),
+    "reward": Layer(INPUTS, ("math_verify", "sympy"), distributed=False),
     "loop": Layer(INPUTS, distributed=False),
     "parallel": Layer(SHARDED),
     "convert": Layer(SHARDED, ("safetensors", "transformers")),
-    "eval": Layer(SHARDED, ("transformers",)),
-    "policy": Layer((*SHARDED, "policy"), ("megatron.core", "safetensors", "transformers", "numpy")),
+    "eval": Layer(SHARDED, ("rich", "transformers")),
+    "policy": Layer((*SHARDED, "policy"), ("megatron.core", "numpy", "safetensors", "transformer_engine")),
     "rollout": Layer((*SHARDED, "rollout"), ("safetensors", "transformers", "numpy")),
     "rollout.vllm_worker": Layer((*SHARDED, "rollout"), ("vllm", "safetensors", "transformers", "numpy")),
     "config": Layer(PURE, ("pydantic", "pydantic_core", "pydantic_settings", "tomli_w"), distributed=False),
+    "analysis": Layer((*PURE, "analysis"), ("rich", "safetensors"), distributed=False),
+    "analysis.plots": Layer((*PURE, "analysis"), ("matplotlib",), distributed=False),
     "monitor": Layer(PURE, ("rich", "tensorboard"), distributed=False),
     "resume": Layer(PURE, ("safetensors",), distributed=False),
 }
@@ -178,8 +180,10 @@ ONLY_TORCH = textwrap.dedent("""
     exec(sys.argv[1])
     print(*sorted(name for name in ("megatron", "vllm", "transformers") if name in sys.modules))
 """)
-EVERYTHING_ELSE = ("jinja2", "math_verify", "matplotlib", "megatron", "pyarrow", "pydantic", "pydantic_settings",
-                   "psutil", "rich", "safetensors", "tensorboard", "tokenizers", "tomli_w", "transformers", "vllm")
+EVERYTHING_ELSE = (
+    "jinja2", "math_verify", "matplotlib", "megatron", "pyarrow", "pydantic", "pydantic_settings", "psutil",
+    "rich", "safetensors", "tensorboard", "tokenizers", "tomli_w", "transformers", "vllm",
+)
 
 
 def run_blocked(statement: str, blocked: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
