@@ -21,6 +21,8 @@ class EngineSettings:
     max_model_len: int
     kv_cache_memory_bytes: int
     max_num_seqs: int
+    max_num_batched_tokens: int
+    chunked_prefill: bool
     enforce_eager: bool
     float32_head: bool
     """Multiply hidden states and head in float32 (GPU.md 6)."""

@@ -74,6 +74,7 @@ class VllmSampler:
         decode: Callable[[Sequence[int]], str],
         log_path: Path,
         max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 4096,
         enforce_eager: bool = True,
         device: Literal["cpu", "cuda"] = "cpu",
         threads: int = 1,
@@ -92,6 +93,7 @@ class VllmSampler:
             decode: response ids to text, for rewards and people.
             log_path: file that takes the worker's output.
             max_num_seqs: sequences generated side by side.
+            max_num_batched_tokens: tokens of one engine step; raised to what max_model_len needs.
             enforce_eager: no graph capture; keep it on CPUs.
             device: where the engine runs.
             threads: OpenMP threads of a CPU engine; more than 1 collide with the learner's.
@@ -122,9 +124,19 @@ class VllmSampler:
         self._initial_version, self._synced = initial_version, False
         self._sender = WeightSender(expected_tensors(folder))
         settings = EngineSettings(
-            str(folder), dtype, max_model_len, kv_cache_memory_bytes, max_num_seqs, enforce_eager,
+            model_folder=str(folder),
+            dtype=dtype,
+            max_model_len=max_model_len,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            max_num_seqs=max_num_seqs,
+            # Room for the longest whole prompt beside every running sequence: without chunks it would wait.
+            max_num_batched_tokens=max(max_num_batched_tokens, max_model_len + max_num_seqs),
+            # After part of a prefill vLLM rewinds a seeded request's generator, which a CPU generator cannot
+            # do: the engine would die as soon as the prompts of a call exceed max_num_batched_tokens.
+            chunked_prefill=device == "cuda",
+            enforce_eager=enforce_eager,
             float32_head=device == "cuda",  # the CPU build packs the head and cannot cast it
-        )  # fmt: skip
+        )
         self._worker = WorkerProcess(
             settings, self._sender.fd, worker_environment(device, threads), log_path, sync_timeout_s
         )
@@ -210,7 +222,7 @@ class VllmSampler:
 
     def close(self) -> None:
         """End the engine and everything it started."""
-        self._worker.close(CLOSE_S)
+        self._worker.close(CLOSE_S if self._ready else 0.0)  # a starting worker does not listen yet
         self._sender.close()
 
     def __enter__(self) -> Self:

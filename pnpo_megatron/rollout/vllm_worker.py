@@ -1,4 +1,4 @@
-"""The child process that holds the engine: ``python -m pnpo_megatron.rollout.vllm_worker FD FD FD PID``.
+"""What runs in the child process that holds the engine (`worker_main` starts it).
 
 The only file that imports vllm, and only inside functions. The loop looks at the pipe before every
 engine step, so an abort or the end of the trainer is noticed within one step.
@@ -6,10 +6,6 @@ engine step, so an abort or the end of the trainer is noticed within one step.
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
-import sys
 import threading
 import time
 import traceback
@@ -47,7 +43,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 FLUSH_S = 5.0
-PR_SET_PDEATHSIG = 1
 Send = Callable[[Reply], None]
 
 
@@ -60,6 +55,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "max_model_len": settings.max_model_len,
         "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
         "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "enable_chunked_prefill": settings.chunked_prefill,
         "enforce_eager": settings.enforce_eager,
         "enable_prefix_caching": True,
         "generation_config": "vllm",
@@ -323,29 +320,8 @@ class Outbox:
                 return
 
 
-def die_with_parent(lifeline: int, parent: int) -> None:
-    """End this process and all that it started when the trainer ends, however it ends.
-
-    The kernel's signal covers this process; the pipe also covers a trainer that was gone already, a
-    starting thread that ended before the trainer, and the engine's own children.
-    """
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-    def watch() -> None:
-        os.read(lifeline, 1)  # returns at the end of the file only: nothing is ever written
-        os.killpg(os.getpgid(0), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def main(argv: list[str]) -> int:
-    """Run the worker on inherited descriptors (control pipe, weights, lifeline) and the trainer's pid."""
-    control, weights, lifeline, parent = (int(value) for value in argv)
-    for descriptor in (control, weights, lifeline):
-        os.set_inheritable(descriptor, False)
-    die_with_parent(lifeline, parent)
+def run(control: int, weights: int) -> int:
+    """Build the engine and serve the control pipe until it ends; both arguments are file descriptors."""
     conn = Connection(control)
     outbox = Outbox(conn)
     try:
@@ -365,10 +341,3 @@ def main(argv: list[str]) -> int:
     finally:
         outbox.close()
     return 0
-
-
-if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # threads that vLLM leaves running would hold up an ordinary exit

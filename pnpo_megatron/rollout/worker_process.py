@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -64,7 +65,7 @@ class WorkerProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "pnpo_megatron.rollout.vllm_worker",
+                [sys.executable, "-m", "pnpo_megatron.rollout.worker_main",
                  *(str(value) for value in descriptors), str(os.getpid())],
                 env=environment, pass_fds=descriptors, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 start_new_session=True,
@@ -72,7 +73,8 @@ class WorkerProcess:
         theirs.close()
         os.close(lifeline)
         self._conn = Connection(ours.detach())
-        self._conn.send(settings)
+        with contextlib.suppress(ConnectionError):  # it died at once: the first `receive` says why
+            self._conn.send(settings)
 
     @property
     def pid(self) -> int:
