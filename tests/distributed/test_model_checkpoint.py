@@ -1,0 +1,92 @@
+"""Save, load, go on: bitwise the run that never stopped, also under another layout (TRAPS H21, H29)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import make_hf_model, save_hf_model
+from tiny_run import TinyRun
+from torch import Tensor
+
+SAVED_AT, UPDATES = 2, 5  # the first update after a load uses no moment yet: three go on
+
+
+def unbroken(folder: Path, sizes: dict[str, Any], at: Path, *, portable: bool, **settings: Any) -> dict[str, Tensor]:
+    """Five updates, saving after the second."""
+    from pnpo_megatron.policy.checkpoint import save_checkpoint
+
+    run = TinyRun(folder, sizes, **settings)
+    for number in range(UPDATES):
+        if number == SAVED_AT:
+            save_checkpoint(at, run.chunks, run.optimizer, run.groups, portable=portable, source=run.source)
+        run.update(number)
+    return run.export()
+
+
+def resumed(folder: Path, sizes: dict[str, Any], at: Path, *, with_optimizer: bool = True, **settings: Any) -> dict[str, Tensor]:
+    """The last three of them, from the checkpoint."""
+    from pnpo_megatron.policy.checkpoint import load_checkpoint
+
+    run = TinyRun(folder, sizes, load=False, **settings)
+    load_checkpoint(at, run.chunks, run.optimizer if with_optimizer else None, run.groups)
+    for number in range(SAVED_AT, UPDATES):
+        run.update(number)
+    return run.export()
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor], atol: float = 0.0) -> float:
+    assert list(left) == list(right)
+    worst = max(float((left[name] - right[name]).abs().max()) for name in left)
+    assert worst <= atol, worst
+    return worst
+
+
+def one_rank(folder: str, work: str) -> dict[str, Any]:
+    source, base = Path(folder), Path(work)
+    results: dict[str, Any] = {}
+    for name, settings in {
+        "distributed": {"distributed": True},
+        "plain": {"distributed": False},
+        "bfloat16": {"distributed": True, "dtype": torch.bfloat16},
+    }.items():
+        whole = unbroken(source, {}, base / name, portable=True, **settings)
+        results[name] = same(resumed(source, {}, base / name, **settings), whole)
+    # The moments matter: without them the numbers must differ, or this test proves nothing.
+    whole = unbroken(source, {}, base / "again", portable=True, distributed=True)
+    without = resumed(source, {}, base / "again", with_optimizer=False, distributed=True)
+    results["without moments"] = max(float((without[name] - whole[name]).abs().max()) for name in whole)
+    return results
+
+
+def two_ranks(folder: str, work: str) -> dict[str, Any]:
+    source, base = Path(folder), Path(work)
+    whole = unbroken(source, {}, base / "dp2", portable=True, distributed=True)
+    results = {"DP2 -> DP2": same(resumed(source, {}, base / "dp2", distributed=True), whole)}
+    for name, sizes in {"TP2+SP": {"tensor": 2, "sequence": True}, "PP2": {"pipeline": 2}}.items():
+        results[f"DP2 -> {name}"] = same(resumed(source, sizes, base / "dp2", distributed=True), whole, atol=3e-6)
+    settings = {"distributed": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    whole = unbroken(source, {}, base / "dp2-bucket", portable=False, **settings)
+    results["DP2 -> DP2, dp_reshardable, overlap"] = same(resumed(source, {}, base / "dp2-bucket", **settings), whole)
+    return results
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_hf_model(make_hf_model("qwen2", tie_word_embeddings=True, num_hidden_layers=2), tmp_path / "hf")
+
+
+def test_h29_one_rank_resumes_bitwise(spawn, folder, tmp_path):
+    (results,) = spawn(one_rank, 1, str(folder), str(tmp_path), timeout_s=120)
+    assert results.pop("without moments") > 1e-3
+    assert results == {"distributed": 0.0, "plain": 0.0, "bfloat16": 0.0}
+
+
+def test_h21_h29_two_ranks_resume_bitwise_and_under_other_layouts(spawn, folder, tmp_path):
+    for results in spawn(two_ranks, 2, str(folder), str(tmp_path), timeout_s=150):
+        assert len(results) == 4
+    published = sorted(path.name for path in tmp_path.iterdir())
+    assert published == ["dp2", "dp2-bucket", "hf"]  # nothing half-written is left
+    assert (tmp_path / "dp2" / "hf" / "chat_template.jinja").read_text() == (folder / "chat_template.jinja").read_text()
