@@ -18,7 +18,7 @@ TOKENS, STEPS = 3, 4
 RESPONSES = torch.tensor(list(product(range(TOKENS), repeat=STEPS)))
 """[81, 4] every response."""
 PREFIXES = [sum(TOKENS**step for step in range(position)) for position in range(STEPS + 1)]
-"""Row of the first prefix with 0, 1, .. tokens in the table of logits; the last entry is the row count, 40."""
+"""Row of the first prefix with 0, 1, .. tokens in the table of logits; the last is their number, 40."""
 
 
 def prefix_numbers() -> Tensor:
