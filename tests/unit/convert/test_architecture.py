@@ -1,0 +1,111 @@
+"""Configs of published models and of transformers: read as they mean it, or refused by key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import LLAMA3, SHAPE, make_hf_model
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from pnpo_megatron.convert.architecture import HfConfig, read_rope
+from pnpo_megatron.convert.families import check_tensor_parallel, hf_shapes, read_architecture
+from pnpo_megatron.errors import ConversionError
+
+PUBLIC = Path(__file__).resolve().parents[4] / "shared" / "data" / "hf_configs"
+INDEX: dict[str, Any] = json.loads((PUBLIC / "index.json").read_text()) if PUBLIC.is_dir() else {}
+QWEN2 = {
+    "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 1536, "intermediate_size": 8960,
+    "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936,
+    "rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "rope_theta": 10000, "tie_word_embeddings": False,
+    "hidden_act": "silu", "use_sliding_window": False, "sliding_window": 4096,
+}
+
+
+@pytest.mark.skipif(not INDEX, reason="the public configs are not beside the project (../shared/data/hf_configs)")
+@pytest.mark.parametrize("name", sorted(INDEX))
+def test_public_configs_of_known_families_convert_and_all_others_are_refused(name):
+    config, expected = json.loads((PUBLIC / f"{name}.json").read_text()), INDEX[name]
+    try:
+        arch = read_architecture(config, name)
+    except ConversionError as error:
+        assert "refuse" in (expected["expect"], expected.get("also_ok")), error
+        assert name in str(error)
+    else:
+        assert "convert" in (expected["expect"], expected.get("also_ok"))
+        assert sum(torch.Size(shape).numel() for shape in hf_shapes(arch).values()) == expected["parameters"]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_h27_names_and_shapes_are_what_transformers_saves(family, tied):
+    model = make_hf_model(family, tie_word_embeddings=tied)
+    saved = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    if tied:
+        del saved["lm_head.weight"]
+    assert hf_shapes(read_architecture(model.config.to_dict() | {"architectures": None})) == saved
+
+
+@pytest.mark.parametrize(
+    "rope", [LLAMA3, {**LLAMA3, "factor": 8.0, "low_freq_factor": 2.0, "high_freq_factor": 8.0}], ids=["32", "8"]
+)
+def test_h26_llama3_frequencies_equal_transformers(rope):
+    config = LlamaConfig(**{**SHAPE, "head_dim": 64, "rope_parameters": rope})
+    expected, scale = ROPE_INIT_FUNCTIONS["llama3"](config, device="cpu")
+    ours = read_rope(HfConfig(config.to_dict(), "x")).inverse_frequencies(64)
+    assert scale == 1.0
+    assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_theta": 123456.0},
+        {"rope_theta": None, "rope_parameters": {"rope_theta": 123456.0, "rope_type": "default"}},
+        {"rope_theta": 123456, "rope_parameters": {"rope_theta": 123456.0, "rope_type": "default"}},
+    ],
+)
+def test_h26_theta_is_read_in_either_spelling(spelling):
+    assert read_architecture({**QWEN2, **spelling}).rope.theta == 123456.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gemma2"}, r"model_type = 'gemma2': supported are .*llama.*qwen2"),
+        ({"model_type": None}, r"model_type = absent or null"),
+        ({"architectures": ["Qwen2ForTokenClassification"]}, r"architectures = .*supported for qwen2 is"),
+        ({"use_sliding_window": True}, r"use_sliding_window = true"),
+        ({"rope_theta": None}, r"rope_theta = absent or null: neither rope_theta nor rope_parameters"),
+        ({"rope_parameters": {"rope_theta": 1e6}}, r"rope_theta = 10000: rope_parameters says 1000000.0"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, r"rope type 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"rope_scaling.low_freq_factor = absent or null"),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config\.quant_method = 'gptq'"),
+        ({"auto_map": {"AutoModel": "modeling.X"}}, r"auto_map = .*never run"),
+        ({"num_key_value_heads": 5}, r"num_key_value_heads = 5: does not divide num_attention_heads = 12"),
+        ({"hidden_size": "large"}, r"hidden_size = 'large': expected a positive whole number"),
+        ({"hidden_act": "gelu"}, r"hidden_act = 'gelu': only silu"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0.5"),
+        ({"tie_word_embeddings": 1}, r"tie_word_embeddings = 1: expected true or false"),
+    ],
+)
+def test_what_cannot_be_represented_is_refused_with_key_and_value(change, message):
+    with pytest.raises(ConversionError, match=message) as caught:
+        read_architecture({**QWEN2, **change}, "models/x/config.json")
+    assert str(caught.value).startswith("models/x/config.json: ")
+
+
+def test_an_inactive_window_and_unknown_harmless_keys_are_no_reason_to_refuse():
+    arch = read_architecture({**QWEN2, "max_window_layers": 21, "bos_token_id": 1, "use_mrope": False})
+    assert (arch.head_dim, arch.qkv_bias, arch.tied) == (128, True, False)
+
+
+def test_tensor_parallel_sizes_that_do_not_divide_are_refused_with_those_that_do():
+    arch = read_architecture({**QWEN2, "num_key_value_heads": 4})
+    check_tensor_parallel(arch, 2)
+    with pytest.raises(ConversionError, match=r"parallel\.tensor = 8 .*; use 1, 2, 4"):
+        check_tensor_parallel(arch, 8)
