@@ -23,7 +23,7 @@ from pnpo_megatron.parallel.gather import gather_first_dim
 from pnpo_megatron.parallel.groups import group_rank, group_size
 
 # A call costs about as much as this many query-key pairs; padding may add that and 30 % of the real pairs.
-_CALL_PAIRS = 16_384
+_CALL_PAIRS = 256
 _PADDING = 0.3
 _LARGEST_MASK = 2**24
 
