@@ -77,7 +77,7 @@ def paired_difference(before: Sequence[float], after: Sequence[float]) -> Differ
     """
     if len(before) != len(after) or not before:
         raise ValueError(
-            f"{len(before)} problems before and {len(after)} after: a paired difference needs the same problems"
+            f"{len(before)} problems before and {len(after)} after: a paired difference needs the same ones"
         )
     differences = [late - early for early, late in zip(before, after, strict=True)]
     mean, stderr = fmean(differences), _stderr(differences)

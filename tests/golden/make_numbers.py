@@ -25,7 +25,7 @@ def noise_rows(rows: int = 400) -> Array:
 
 
 def single_responses() -> tuple[Array, Array, Array]:
-    """A response that drifts by 0.05 a token (log-ratios), then old and new log-probs of one without drift."""
+    """Log-ratios of a response that drifts by 0.05 a token; old and new log-probs of one that does not."""
     rng = np.random.default_rng(7)
     rng.normal(0.0, 0.02, 64)
     drift = 0.05 + rng.normal(0.0, 0.05, LENGTH)

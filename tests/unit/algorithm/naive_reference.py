@@ -1,4 +1,4 @@
-"""The formulas of the papers written out one token at a time, in Python floats; shares nothing with the package."""
+"""The formulas of the papers, one token at a time in Python floats; shares nothing with the package."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def published_clip_loss(
 ) -> Tensor:  # fmt: skip
     """GRPO's token-level or GSPO's sequence-level min/clip loss as published, differentiated by autograd.
 
-    [B, T] float64 and [B]; GRPO averages over tokens, GSPO over the tokens of a response and then over responses.
+    [B, T] float64 and [B]; GRPO averages over tokens, GSPO over a response and then over responses.
     """
     log_ratio = torch.where(mask, policy - old, 0.0)
     lengths = mask.sum(-1, keepdim=True)

@@ -29,7 +29,7 @@ def _padded(name, policy, old, advantages, mask, **settings):
 
 
 def _packed(objective, policy, old, advantages, mask, share=None):
-    """Loss and gradient of `policy_loss` on the rows packed one after the other, prompts and holes included."""
+    """Loss and gradient of `policy_loss` on the rows packed one after the other, holes included."""
     rows, width = policy.shape
     policy = policy.clone().requires_grad_()
     share = loss_shares(mask.sum(-1), objective.mean) if share is None else share

@@ -7,10 +7,12 @@ from pnpo_megatron.errors import ConfigError
 
 def test_presets_are_those_of_the_paper():
     assert objective_settings("pnpo") == {
-        "name": "pnpo", "weight": "prefix", "gate": "sqrt", "mean": "response", "gate_low": 7e-4, "gate_high": 9.5e-4,
+        "name": "pnpo", "weight": "prefix", "gate": "sqrt", "mean": "response",
+        "gate_low": 7e-4, "gate_high": 9.5e-4,
     }  # fmt: skip
     assert objective_settings("gspo") == {
-        "name": "gspo", "weight": "sequence", "gate": "clip", "mean": "response", "clip_low": 3e-4, "clip_high": 4e-4,
+        "name": "gspo", "weight": "sequence", "gate": "clip", "mean": "response",
+        "clip_low": 3e-4, "clip_high": 4e-4,
     }  # fmt: skip
     grpo = {"gate": "clip", "mean": "token", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}
     assert objective_settings("grpo") == {"name": "grpo", "weight": "token", **grpo}

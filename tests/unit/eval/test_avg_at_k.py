@@ -32,7 +32,7 @@ def test_standard_errors_by_hand():
 
 
 def test_both_standard_errors_are_the_spread_of_repeated_experiments():
-    """400 repeats: with new problems the score spreads by `stderr`, with the same problems by `stderr_sampling`."""
+    """400 repeats: new problems spread the score by `stderr`, the same ones by `stderr_sampling`."""
     rng = random.Random(5)
 
     def run(chances):
