@@ -229,4 +229,6 @@ def _already_accumulated(weight: Tensor) -> Tensor:
     pipeline stage adds its own to it (Megatron marks that weight `zero_out_wgrad`).
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    return torch.sparse_coo_tensor(size=weight.shape, dtype=weight.dtype, device=weight.device)
+    return torch.sparse_coo_tensor(
+        size=weight.shape, dtype=weight.dtype, device=weight.device, check_invariants=False
+    )
