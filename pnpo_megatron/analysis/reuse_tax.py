@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from pnpo_megatron.analysis.reuse import ReuseTax
-from pnpo_megatron.analysis.run_folder import Row, RunFolder, number
+from pnpo_megatron.analysis.run_folder import RunFolder
+from pnpo_megatron.eval.avg_at_k import paired_difference
+
+ProblemMeans = dict[str, dict[str, float]]
+"""Per benchmark, the mean of every problem's samples."""
 
 
 def reuse_taxes(runs: Sequence[RunFolder]) -> tuple[dict[int, ReuseTax], list[str]]:
-    """Final macro score at one epoch minus that at K, by K, and remarks on runs that cannot be compared."""
+    """Final macro score at one epoch minus that at K, by K, and remarks on runs that cannot be compared.
+
+    Differences are paired by problem, so the difficulty of the problems cancels.
+    """
     if len(runs) < 2:
         return {}, []
     by_epochs = {int(run.setting("objective.epochs") or 0): run for run in runs}
@@ -23,44 +31,53 @@ def reuse_taxes(runs: Sequence[RunFolder]) -> tuple[dict[int, ReuseTax], list[st
         problem = _not_comparable(base, run)
         if problem:
             remarks.append(f"no reuse tax of K = {epochs}: {problem}")
-            continue
-        (one, one_error), (many, many_error) = _final_macro(base), _final_macro(run)
-        taxes[epochs] = ReuseTax(points=100 * (one - many), stderr=100 * math.hypot(one_error, many_error))
+        else:
+            taxes[epochs] = paired_tax(_final_scores(base), _final_scores(run))
     return taxes, remarks
 
 
-def _taken(run: RunFolder) -> int:
+def paired_tax(one: Mapping[str, Mapping[str, float]], many: Mapping[str, Mapping[str, float]]) -> ReuseTax:
+    """Mean over benchmarks of the paired differences, in points, and its standard error."""
+    lost = [
+        paired_difference(list(many[name].values()), [one[name][problem] for problem in many[name]])
+        for name in one
+    ]
+    return ReuseTax(
+        points=100 * fmean(difference.mean for difference in lost),
+        stderr=100 * math.hypot(*(difference.stderr for difference in lost)) / len(lost),
+    )
+
+
+def updates_taken(run: RunFolder) -> int:
+    """Optimizer updates that moved the weights."""
     return sum(not row.get("update/skipped") for row in run.updates)
 
 
 def _not_comparable(base: RunFolder, run: RunFolder) -> str:
     """Why two runs give no tax; empty if they do."""
-    if not (base.evals and run.evals):
-        return f"{(run if base.evals else base).path} has no evaluation"
-    if _taken(base) != _taken(run):
-        return f"{base.name} took {_taken(base)} updates and {run.name} {_taken(run)}; the budgets must match"
-    if _benchmarks(base.evals[-1]) != _benchmarks(run.evals[-1]):
-        return f"{base.name} and {run.name} were evaluated on different benchmarks"
+    if updates_taken(base) != updates_taken(run):
+        counts = f"{base.name} took {updates_taken(base)} updates and {run.name} {updates_taken(run)}"
+        return f"{counts}; the budgets must match"
     for each in (base, run):
-        if each.evals[-1]["update"] < each.updates[-1]["update"]:
+        if not each.evals or each.evals[-1]["update"] < each.updates[-1]["update"]:
             return f"{each.name} was not evaluated after its last update"
+        if not _final_scores(each):
+            return f"{each.name} has no eval/step_{each.evals[-1]['step']:06d}.json"
+    one, many = _final_scores(base), _final_scores(run)
+    if {name: set(one[name]) for name in one} != {name: set(many[name]) for name in many}:
+        return f"{base.name} and {run.name} were evaluated on different problems"
+    if min(len(problems) for problems in one.values()) < 2:
+        return "a benchmark of one problem has no standard error"
     return ""
 
 
-def _benchmarks(row: Row) -> list[str]:
-    return sorted(key.split("/")[1] for key in row if key.startswith("eval/") and key.endswith("/avg_at_k"))
-
-
-def _final_macro(run: RunFolder) -> tuple[float, float]:
-    """Mean of the benchmarks' scores at the last evaluation, and its sampling error where that is logged."""
-    row = run.evals[-1]
-    names = _benchmarks(row)
-    scores = [float(row[f"eval/{name}/avg_at_k"]) for name in names]
-    errors = [_score_error(row, name) for name in names]
-    return fmean(scores), math.sqrt(math.fsum(error**2 for error in errors)) / len(names)
-
-
-def _score_error(row: Row, name: str) -> float:
-    """The same problems are compared, so their difficulty cancels: sampling noise only, where it is known."""
-    sampling = number(row, f"eval/{name}/stderr_sampling")
-    return sampling if sampling is not None else float(row[f"eval/{name}/stderr"])
+def _final_scores(run: RunFolder) -> ProblemMeans:
+    """From the file of the last evaluation; empty if it is not there."""
+    path = run.path / "eval" / f"step_{run.evals[-1]['step']:06d}.json"
+    if not path.is_file():
+        return {}
+    benchmarks = json.loads(path.read_text(encoding="utf-8"))["benchmarks"]
+    return {
+        name: {problem: fmean(samples) for problem, samples in one["correct"].items()}
+        for name, one in benchmarks.items()
+    }

@@ -221,38 +221,48 @@ def test_unusable_input_is_the_users_error(words):
         plan_reuse_command(arguments(*words))
 
 
-def with_eval(rows, score, stderr, update=None):
-    return [
-        *rows,
-        {
-            "kind": "eval",
-            "step": 3,
-            "update": rows[-1]["update"] if update is None else update,
-            "eval/sums/avg_at_k": score,
-            "eval/sums/stderr": stderr,
-            "eval/macro": score,
-        },
-    ]
+def evaluated(run, correct, update=None):
+    """Write the file and the row of an evaluation after the last update."""
+    last = run.updates[-1]
+    row = {"kind": "eval", "step": last["step"], "update": last["update"] if update is None else update}
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    (run.path / "eval").mkdir()
+    benchmarks = {name: {"correct": problems} for name, problems in correct.items()}
+    (run.path / "eval" / f"step_{last['step']:06d}.json").write_text(json.dumps({"benchmarks": benchmarks}))
+    return read_run(run.path)
 
 
-def test_the_reuse_tax_compares_final_scores_at_a_matched_budget(tmp_path):
-    one = write_run(tmp_path / "one", with_eval(update_rows(steps=6, epochs=1), 0.50, 0.03), epochs=1)
-    two = write_run(tmp_path / "two", with_eval(update_rows(), 0.46, 0.04), epochs=2)
+def test_the_reuse_tax_is_a_paired_difference_of_final_scores_at_a_matched_budget(tmp_path):
+    one = write_run(tmp_path / "one", update_rows(steps=6, epochs=1), epochs=1)
+    two = write_run(tmp_path / "two", update_rows(), epochs=2)
+    one = evaluated(one, {"sums": {"a": [1, 1], "b": [0, 1], "c": [0, 0]}, "more": {"x": [1], "y": [1]}})
+    two = evaluated(two, {"more": {"y": [1], "x": [0]}, "sums": {"b": [0, 0], "a": [1, 1], "c": [0, 1]}})
     taxes, remarks = reuse_taxes([two, one])
     assert remarks == []
-    assert (taxes[2].points, taxes[2].stderr) == (pytest.approx(4.0), pytest.approx(5.0))
+    # sums: differences 0, .5, -.5, mean 0, sd .5; more: 1, 0, mean .5, sd sqrt(.5)
+    assert taxes[2].points == pytest.approx(100 * (0 + 0.5) / 2)
+    assert taxes[2].stderr == pytest.approx(100 * (0.5**2 / 3 + 0.5 / 2) ** 0.5 / 2)
 
 
 def test_no_tax_is_made_up_from_runs_that_cannot_be_compared(tmp_path):
-    one = write_run(tmp_path / "one", with_eval(update_rows(steps=5, epochs=1), 0.5, 0.03), epochs=1)
-    two = write_run(tmp_path / "two", with_eval(update_rows(), 0.4, 0.03), epochs=2)
-    late = write_run(
-        tmp_path / "late", with_eval(update_rows(steps=6, epochs=1), 0.5, 0.03, update=3), epochs=1
+    problems = {"sums": {"a": [1], "b": [0]}}
+    one = evaluated(write_run(tmp_path / "one", update_rows(steps=6, epochs=1), epochs=1), problems)
+    short = evaluated(write_run(tmp_path / "short", update_rows(steps=5, epochs=1), epochs=1), problems)
+    late = evaluated(
+        write_run(tmp_path / "late", update_rows(steps=6, epochs=1), epochs=1), problems, update=3
     )
-    remark = "no reuse tax of K = 2: one took 10 updates and two 12; the budgets must match"
-    assert reuse_taxes([one, two]) == ({}, [remark])
-    assert "not evaluated after its last update" in reuse_taxes([late, two])[1][0]
+    two = evaluated(write_run(tmp_path / "two", update_rows(), epochs=2), problems)
+    other = evaluated(write_run(tmp_path / "other", update_rows(), epochs=2), {"sums": {"a": [1], "z": [0]}})
+    bare = write_run(tmp_path / "bare", update_rows(), epochs=2)
+    remark = "no reuse tax of K = 2: short took 10 updates and two 12; the budgets must match"
+    assert reuse_taxes([short, two]) == ({}, [remark])
+    assert "late was not evaluated after its last update" in reuse_taxes([late, two])[1][0]
+    assert "bare was not evaluated" in reuse_taxes([one, bare])[1][0]
+    assert "different problems" in reuse_taxes([one, other])[1][0]
     assert "objective.epochs = 1" in reuse_taxes([two, two])[1][0]
+    (two.path / "eval" / "step_000003.json").unlink()
+    assert "two has no eval/step_000003.json" in reuse_taxes([one, two])[1][0]
 
 
 def test_residuals_are_printed_when_there_are_more_points_than_unknowns():
