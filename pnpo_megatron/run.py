@@ -181,7 +181,7 @@ class Run:
             permute_rewards=self.config.reward.permute,
             max_fault_rate=self.config.reward.max_fault_rate,
         )
-        return collect(step, settings, self.live.prompts.take, self._sampler, self.live.rewards.submit)
+        return collect(step, settings, self.live.prompts.take, self._sampler, self.live.rewards.start)
 
     def _probe(self, step: int) -> RolloutBatch:
         prompts = self.live.inputs.prompts[: self.config.rollout.sync_check]
@@ -192,7 +192,16 @@ class Run:
 
     def _evaluate(self, step: int) -> Metrics:
         assert self.live.rewards is not None
-        return evaluate(self._sampler, self.live.inputs.benchmarks, samples=self.config.eval.samples)
+        result = evaluate(
+            self._sampler,
+            self.live.inputs.benchmarks,
+            samples=self.config.eval.samples,
+            sampling=self.live.inputs.eval_sampling,
+            grade=self.live.rewards.start,
+            seed=self.config.seed,
+        )
+        result.write(self.config.run.folder / "eval", step)
+        return result.to_metrics()
 
     def _export(self, step: int) -> None:
         """Full tensors to a Hugging Face folder, written by rank 0."""

@@ -7,7 +7,7 @@ so labels and masks are shifted once, on the whole sequence, before anything is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -75,6 +75,10 @@ class RolloutGroup:
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
+
+
+Grade = Callable[[Sequence[RewardInput]], Callable[[], list[RewardResult]]]
+"""Starts grading some responses and returns a function that waits for the results, in order."""
 
 
 @dataclass(frozen=True)

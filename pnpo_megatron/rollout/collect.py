@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -15,6 +14,7 @@ from pnpo_megatron.algorithm.advantages import group_relative
 from pnpo_megatron.errors import RewardFaultError, RolloutError
 from pnpo_megatron.seeds import derive_seed
 from pnpo_megatron.types import (
+    Grade,
     Prompt,
     RewardInput,
     RewardResult,
@@ -27,11 +27,6 @@ from pnpo_megatron.types import (
     TrainSequence,
     token_aligned,
 )
-
-Submit = Callable[[Sequence[RewardInput]], Sequence[Future[RewardResult]]]
-"""Starts grading some responses, in order."""
-GRADE_WAIT_S = 3600.0
-"""Backstop for one grade; the graders' own deadline is far shorter."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,7 @@ def collect(
     settings: CollectSettings,
     take: Callable[[int], list[Prompt]],
     sampler: Sampler,
-    submit: Submit,
+    grade: Grade,
 ) -> tuple[RolloutBatch, dict[str, float]]:
     """Sample and grade the batch of `step`. Runs on one rank.
 
@@ -66,13 +61,11 @@ def collect(
     prompts = take(settings.prompts)
     start = perf_counter()
     groups: dict[str, RolloutGroup] = {}
-    waiting: dict[str, Sequence[Future[RewardResult]]] = {}
+    waiting: dict[str, Callable[[], list[RewardResult]]] = {}
     seed = (settings.seed, "rollout", step)
     for group in sampler.generate(prompts, settings.group_size, settings.sampling, seed):
         groups[group.prompt.id] = group
-        waiting[group.prompt.id] = submit(
-            [_reward_input(group.prompt, rollout) for rollout in group.rollouts]
-        )
+        waiting[group.prompt.id] = grade([_reward_input(group.prompt, rollout) for rollout in group.rollouts])
     generated = perf_counter()
     missing = [prompt.id for prompt in prompts if prompt.id not in groups]
     if missing:
@@ -80,7 +73,7 @@ def collect(
             f"step {step}: no responses came back for {len(missing)} prompts, first {missing[0]!r}; "
             "the engine's log in the run folder says why"
         )
-    results = [[future.result(GRADE_WAIT_S) for future in waiting[prompt.id]] for prompt in prompts]
+    results = [waiting[prompt.id]() for prompt in prompts]
     graded = perf_counter()
     if settings.permute_rewards:
         results = [

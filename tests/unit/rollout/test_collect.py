@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from concurrent.futures import Future
 
 import pytest
 import torch
@@ -40,13 +39,12 @@ class FakeSampler:
         )
 
 
-def submit_from(values):
+def grade_from(values):
     def one(item):
-        future, value = Future(), values(item)
-        future.set_result(RewardResult(*value) if isinstance(value, tuple) else RewardResult(value))
-        return future
+        value = values(item)
+        return RewardResult(*value) if isinstance(value, tuple) else RewardResult(value)
 
-    return lambda inputs: [one(item) for item in inputs]
+    return lambda inputs: lambda: [one(item) for item in inputs]
 
 
 def first_is_right(item):
@@ -55,7 +53,7 @@ def first_is_right(item):
 
 def run(sampler=None, values=first_is_right, **changes):
     settings = CollectSettings(prompts=3, group_size=4, sampling=Sampling(1.0, 8), seed=5, **changes)
-    return collect(4, settings, lambda n: PROMPTS[:n], sampler or FakeSampler(), submit_from(values))
+    return collect(4, settings, lambda n: PROMPTS[:n], sampler or FakeSampler(), grade_from(values))
 
 
 def test_sequences_stand_in_prompt_order_with_their_groups_whole():
