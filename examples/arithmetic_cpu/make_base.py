@@ -67,8 +67,8 @@ def accuracy(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, sums: 
     settings = {"do_sample": True, "temperature": 1.0, "top_k": 0} if sample else {"do_sample": False}
     output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, **settings)
     texts = tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
-    right = [text.partition(ANSWER)[2] == str(a + b) for text, (a, b) in zip(texts, sums, strict=True)]
-    return sum(right) / len(right)
+    right = sum(text.partition(ANSWER)[2] == str(a + b) for text, (a, b) in zip(texts, sums, strict=True))
+    return float(right / len(sums))
 
 
 def train(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, sums: list[tuple[int, int]], *,
@@ -84,7 +84,7 @@ def train(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, sums: lis
         logits = model(input_ids=ids).logits  # causal, padded on the right: no mask is needed
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
