@@ -7,7 +7,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -31,7 +45,21 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 123456.0},
 }
-CLASSES = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
+CLASSES: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
+EXTRA: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                  "norm_topk_prob": True},
+}
 OTHER_FILES = {
     "tokenizer.json": '{"version": "1.0", "added_tokens": []}',
     "tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast"}',
@@ -46,7 +74,7 @@ def make_hf_model(family: str, *, seed: int = 7, **changes: Any) -> PreTrainedMo
     """A float32 model with every tensor random: zero biases and unit norms hide faults."""
     torch.manual_seed(seed)
     config_class, model_class = CLASSES[family]
-    model = model_class(config_class(**{**SHAPE, **changes}))
+    model = model_class(config_class(**{**SHAPE, **EXTRA.get(family, {}), **changes}))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):

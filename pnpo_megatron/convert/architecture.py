@@ -51,7 +51,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in every layer."""
+    """The experts of one layer, and how their outputs are weighted."""
 
     count: int
     per_token: int
@@ -79,6 +79,7 @@ class Architecture:
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: Experts | None = None
+    """Set where every layer's MLP is a mixture; ``ffn`` is unused then."""
 
 
 class HfConfig:
@@ -184,6 +185,8 @@ def refuse_what_no_family_has(config: HfConfig) -> None:
         raise config.refuse("auto_map", "the model brings its own code, which is never run; use a model without it")
     if values.get("dual_chunk_attention_config"):
         raise config.refuse("dual_chunk_attention_config", "dual chunk attention is not supported; use the plain model")
+    if any(kind != "full_attention" for kind in values.get("layer_types") or ()):
+        raise config.refuse("layer_types", "only full_attention layers are supported")
     for key in ("attention_bias", "mlp_bias"):
         if config.flag(key):
             raise config.refuse(key, "not supported for this family; only false is")

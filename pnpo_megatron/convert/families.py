@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pnpo_megatron.convert import llama, qwen2
+from pnpo_megatron.convert import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from pnpo_megatron.convert.architecture import Architecture, HfConfig
 from pnpo_megatron.convert.family import EMBEDDING, FINAL_NORM, HEAD, Family, Row, shape_of
 from pnpo_megatron.errors import ConversionError
 
-FAMILIES = {family.model_type: family for family in (llama.FAMILY, qwen2.FAMILY)}
+FAMILIES = {module.FAMILY.model_type: module.FAMILY for module in (llama, mistral, mixtral, qwen2, qwen3, qwen3_moe)}
 
 
 def family_of(config: HfConfig) -> Family:
@@ -73,7 +73,7 @@ def check_tensor_parallel(arch: Architecture, size: int) -> None:
     """
 
     def fits(tp: int) -> bool:
-        widths = (arch.heads, arch.kv_heads, arch.ffn, *((arch.experts.ffn,) if arch.experts else ()))
+        widths = (arch.heads, arch.kv_heads, *(() if arch.experts else (arch.ffn,)))  # experts are not cut
         return all(width % tp == 0 for width in widths)
 
     if not fits(size):

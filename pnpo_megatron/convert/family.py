@@ -94,3 +94,16 @@ def attention_rows(arch: Architecture) -> tuple[Row, ...]:
 def dense_rows(arch: Architecture) -> tuple[Row, ...]:
     """One layer of a dense model."""
     return (*attention_rows(arch), MLP_IN, MLP_OUT)
+
+
+def expert_rows(arch: Architecture, block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
+    """One layer of a mixture of experts, with the HF names of the block and of an expert's three matrices."""
+    expert, megatron = f"{block}.experts.{{expert}}", "mlp.experts.local_experts.{expert}"
+    return (
+        *attention_rows(arch),
+        layer_row({f"{block}.gate.weight": "eh"}, "mlp.router.weight", SINGLE, None),
+        layer_row(
+            {f"{expert}.{gate}.weight": "mh", f"{expert}.{up}.weight": "mh"}, f"{megatron}.linear_fc1.weight", GATE_UP, 0
+        ),
+        layer_row({f"{expert}.{down}.weight": "hm"}, f"{megatron}.linear_fc2.weight", SINGLE, 1),
+    )

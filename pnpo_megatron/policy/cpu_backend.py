@@ -36,8 +36,9 @@ class _NoStream:
     def wait_event(self, event: Any) -> None:
         """Nothing to wait for."""
 
-    def record_event(self, event: Any = None) -> None:
-        """Nothing to record."""
+    def record_event(self, event: Any = None) -> _NoStream:
+        """An event that has already happened."""
+        return _NoStream()
 
     def synchronize(self) -> None:
         """Nothing to wait for."""

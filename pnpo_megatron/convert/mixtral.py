@@ -1,0 +1,30 @@
+"""Mixtral: Mistral with a mixture of experts in every layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pnpo_megatron.convert.architecture import Architecture, Experts, HfConfig, read_dense
+from pnpo_megatron.convert.family import Family, Row, expert_rows
+
+
+def read(config: HfConfig) -> Architecture:
+    """Experts use ``intermediate_size``; the chosen experts' weights always sum to 1, which no key says."""
+    if config.values.get("sliding_window") is not None:
+        raise config.refuse("sliding_window", "sliding windows are not supported; only null is")
+    dense = read_dense(config, "mixtral")
+    experts = Experts(
+        count=config.integer("num_local_experts"),
+        per_token=config.integer("num_experts_per_tok"),
+        ffn=dense.ffn,
+        renormalise=True,
+    )
+    return replace(dense, experts=experts)
+
+
+def layer_rows(arch: Architecture) -> tuple[Row, ...]:
+    """w1 is the gate, w3 goes up, w2 comes down."""
+    return expert_rows(arch, "block_sparse_moe", "w1", "w3", "w2")
+
+
+FAMILY = Family("mixtral", "MixtralForCausalLM", read, layer_rows)
