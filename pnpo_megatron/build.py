@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pnpo_megatron.algorithm.objective import Objective
 from pnpo_megatron.algorithm.presets import make_objective
 from pnpo_megatron.config import Config
 from pnpo_megatron.convert.architecture import Architecture
+from pnpo_megatron.convert.families import check_tensor_parallel
 from pnpo_megatron.convert.hf_folder import HfFolder
 from pnpo_megatron.convert.stream import load_hf_weights
 from pnpo_megatron.data.prompts import PromptSource, load_prompts
@@ -26,6 +28,7 @@ from pnpo_megatron.policy.model import build_model
 from pnpo_megatron.policy.optimizer import OptimizerSettings
 from pnpo_megatron.policy.process_groups import ParallelSettings, initialize_parallel, start_distributed
 from pnpo_megatron.reward.pool import RewardPool
+from pnpo_megatron.reward.worker import load_function
 from pnpo_megatron.rollout.stop_tokens import read_stop_token_ids
 from pnpo_megatron.rollout.vllm_sampler import VllmSampler
 from pnpo_megatron.types import Prompt, Sampling
@@ -82,6 +85,9 @@ def read_inputs(config: Config) -> Inputs:
             f"{arch.max_positions - config.rollout.max_prompt_tokens} or less"
         )
     folder.check_complete()
+    check_tensor_parallel(arch, config.parallel.tensor)
+    ParallelSettings(**config.parallel.model_dump()).data_size(int(os.environ.get("WORLD_SIZE", "1")))
+    _check_reward(config.reward.function)
     tokenizer = load_tokenizer(folder.path)
     loaded = load_prompts(
         config.data.prompts,
@@ -194,6 +200,13 @@ def start_rewards(config: Config) -> RewardPool:
     return RewardPool(
         config.reward.function, workers=config.reward.workers, timeout_s=config.reward.timeout_s
     )
+
+
+def _check_reward(name: str) -> None:
+    try:
+        load_function(name)
+    except ValueError as error:
+        raise ConfigError(f"reward.function = {name!r}: {error}") from error
 
 
 def _objective(config: Config) -> Objective:
