@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -182,7 +181,7 @@ def start_sampler(config: Config, inputs: Inputs) -> VllmSampler:
         dtype=config.model.dtype,
         max_model_len=rollout.max_prompt_tokens
         + max(rollout.max_response_tokens, inputs.eval_sampling.max_tokens),
-        kv_cache_memory_bytes=rollout.kv_cache_bytes or (GPU_CACHE_BYTES if on_gpu else CPU_CACHE_BYTES),
+        kv_cache_memory_bytes=rollout.kv_cache_bytes or default_cache_bytes(),
         decode=lambda ids: str(inputs.tokenizer.decode(ids, skip_special_tokens=True)),
         log_path=config.run.folder / "engine.log",
         max_num_seqs=rollout.max_num_seqs,
@@ -219,6 +218,6 @@ def _eval_tokens(config: Config) -> int:
     return config.eval.max_response_tokens or config.rollout.max_response_tokens
 
 
-def run_path(config: Config, name: str) -> Path:
-    """A file or folder of the run."""
-    return config.run.folder / name
+def default_cache_bytes() -> int:
+    """Key-value cache of the engine where none is set."""
+    return GPU_CACHE_BYTES if torch.cuda.is_available() else CPU_CACHE_BYTES

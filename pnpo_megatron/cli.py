@@ -61,7 +61,7 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _eval(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from pnpo_megatron.run import run_evaluation
+    from pnpo_megatron.evaluation import run_evaluation
 
     if not arguments.benchmark:
         raise ConfigError("--benchmark: missing; give one or more JSON Lines files of {id, problem, answer}")
@@ -96,8 +96,9 @@ def _parser() -> argparse.ArgumentParser:
     score.add_argument("--template", default="chat", help="chat, raw, or a Jinja file")
     score.add_argument("--reward", default="math", help="math or module:function")
     score.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    score.add_argument("--kv-cache-bytes", type=int, help="key-value cache of the engine")
     score.add_argument("--seed", type=int, default=42)
-    score.add_argument("--out", type=Path, help="JSON file for the scores")
+    score.add_argument("--out", type=Path, help="folder for scores and samples; default runs/eval/MODEL")
     score.set_defaults(run=_eval)
     return parser
 
