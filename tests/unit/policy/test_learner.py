@@ -243,7 +243,7 @@ def test_two_updates_are_those_of_torch_adamw_with_clipping_warm_up_and_decay_of
         {"params": [one for one in weights.values() if one.dim() > 1], "weight_decay": decay},
         {"params": [one for one in weights.values() if one.dim() == 1], "weight_decay": 0.0},
     ]
-    adamw = torch.optim.AdamW(parts, lr=lr, betas=(0.9, 0.98), eps=1e-6)
+    adamw = torch.optim.AdamW(parts, lr=lr, betas=(0.9, 0.98), eps=1e-3)
     for step in (1, 2):
         policy.update(drifted, "pnpo")
         assert torch.nn.utils.clip_grad_norm_(weights.values(), clip) > clip
@@ -252,13 +252,14 @@ def test_two_updates_are_those_of_torch_adamw_with_clipping_warm_up_and_decay_of
         adamw.step()
     settings = {
         "lr": lr, "warmup_steps": 4, "weight_decay": decay, "clip_grad": clip,
-        "betas": (0.9, 0.98), "eps": 1e-6, "distributed": distributed,
+        "betas": (0.9, 0.98), "eps": 1e-3, "distributed": distributed,
     }  # fmt: skip
     [found] = spawn(trained, 1, folder, drifted, settings)
     for name, weight in weights.items():
         moved = weight.detach() - start[name]
         assert moved.norm() > 0
-        assert (found[name].double() - weight.detach()).norm() / moved.norm() < 2e-3, name
+        stored = 2 * 2.0**-24 * weight.detach().norm()  # float32 parameters round once a step
+        assert (found[name].double() - weight.detach()).norm() < 1e-4 * moved.norm() + stored, name
 
 
 def rates() -> dict[str, list[float]]:
