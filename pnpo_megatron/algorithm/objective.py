@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pnpo_megatron.algorithm.gates import Gate
 from pnpo_megatron.algorithm.ratios import RatioStats, check_same_shape
+from pnpo_megatron.algorithm.select import zero_outside_
 from pnpo_megatron.algorithm.weights import Weight
 
 Mean = Literal["response", "token"]
@@ -83,23 +84,23 @@ def policy_loss(
     )
     terms = token_terms(objective, stats, advantages)
     with torch.no_grad():
-        outside = loss_share == 0
-        slope = loss_slope(terms, advantages * loss_share, outside)
-        value = surrogate_value(slope, policy_logprobs, outside)
+        mask = loss_share > 0
+        slope = loss_slope(terms, advantages * loss_share, mask)
+        value = surrogate_value(slope, policy_logprobs, mask)
     return attach_slope(policy_logprobs, slope, value), terms
 
 
-def loss_slope(terms: TokenTerms, scale: Tensor, outside: Tensor) -> Tensor:
+def loss_slope(terms: TokenTerms, scale: Tensor, mask: Tensor) -> Tensor:
     """The slope d loss / d log pi = -w * scale, with `scale` = A * share.
 
-    Exactly 0 on rejected tokens and `outside`: selected, not multiplied, for 0 * inf is NaN.
+    Exactly 0 on rejected tokens and off the mask: selected, not multiplied, for 0 * inf is NaN.
     """
-    return (terms.weight * -scale).masked_fill_(terms.below | terms.above | outside, 0.0)
+    return zero_outside_(terms.weight * -scale, terms.keep & mask)
 
 
-def surrogate_value(slope: Tensor, policy_logprobs: Tensor, outside: Tensor) -> Tensor:
-    """Scalar sum of slope * log pi; what lies `outside` may be anything, NaN included."""
-    return (policy_logprobs.to(slope.dtype).masked_fill(outside, 0.0) * slope).sum()
+def surrogate_value(slope: Tensor, policy_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Scalar sum of slope * log pi over the mask; elsewhere may stand anything, NaN included."""
+    return zero_outside_(policy_logprobs.detach().to(slope.dtype, copy=True), mask).mul_(slope).sum()
 
 
 def attach_slope(policy_logprobs: Tensor, slope: Tensor, value: Tensor) -> Tensor:

@@ -77,9 +77,9 @@ def _slope_and_value(
     rows = max(1, CHUNK_TOKENS // max(1, policy_logprobs.shape[1]))
     for start in range(0, policy_logprobs.shape[0], rows):
         part = slice(start, start + rows)
-        outside = ~response_mask[part]
-        stats = padded_ratio_stats(policy_logprobs[part], old_logprobs[part], response_mask[part])
+        mask = response_mask[part]
+        stats = padded_ratio_stats(policy_logprobs[part], old_logprobs[part], mask)
         terms = token_terms(objective, stats, advantages[part])
-        slope[part] = loss_slope(terms, scale[part], outside)
-        value += surrogate_value(slope[part], policy_logprobs[part], outside)
+        slope[part] = loss_slope(terms, scale[part], mask)
+        value += surrogate_value(slope[part], policy_logprobs[part], mask)
     return slope, value.to(dtype)

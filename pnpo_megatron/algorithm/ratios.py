@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pnpo_megatron.algorithm.fixed_point import to_grid
+from pnpo_megatron.algorithm.select import zero_outside_
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class RatioStats:
     """Log-ratio statistics of every token, complete for its whole response. Nothing carries a gradient.
 
     All fields broadcast to the shape of `token`: [T] packed, or [B, T] padded. Slots outside the response
-    hold something harmless (log-ratio 0, position 1 or the last one before them), never NaN from padding.
+    hold something harmless (log-ratio 0, a position of at least 1), never NaN from padding.
     """
 
     token: Tensor
@@ -46,8 +47,8 @@ def log_ratios(policy_logprobs: Tensor, old_logprobs: Tensor, response_mask: Ten
     """
     check_same_shape(policy_logprobs=policy_logprobs, old_logprobs=old_logprobs, response_mask=response_mask)
     dtype = torch.promote_types(torch.promote_types(policy_logprobs.dtype, old_logprobs.dtype), torch.float32)
-    difference = torch.sub(policy_logprobs.detach().to(dtype), old_logprobs.detach().to(dtype))
-    return difference.masked_fill_(~response_mask, 0.0)
+    difference = policy_logprobs.detach().to(dtype) - old_logprobs.detach().to(dtype)
+    return zero_outside_(difference, response_mask)
 
 
 @torch.no_grad()
@@ -60,13 +61,12 @@ def padded_ratio_stats(policy_logprobs: Tensor, old_logprobs: Tensor, response_m
     """
     token = log_ratios(policy_logprobs, old_logprobs, response_mask)
     prefix_sum = to_grid(token).cumsum_(-1)
-    position = response_mask.cumsum(-1, dtype=torch.int32)
     return RatioStats(
         token=token,
         prefix_sum=prefix_sum,
         response_sum=prefix_sum[..., -1:],
-        position=position.clamp_(min=1),
-        length=position[..., -1:],
+        position=_positions(response_mask),
+        length=response_mask.sum(-1, keepdim=True).clamp_(min=1),
         compute_preceding_min=lambda: _preceding_min(token, response_mask),
     )
 
@@ -93,7 +93,7 @@ def packed_ratio_stats(
         token=join([piece.token for piece in pieces]),
         prefix_sum=join([piece.prefix_sum for piece in pieces]),
         response_sum=join([piece.response_sum.expand_as(piece.token) for piece in pieces]),
-        position=join([piece.position for piece in pieces]),
+        position=join([piece.position.expand_as(piece.token) for piece in pieces]),
         length=join([piece.length.expand_as(piece.token) for piece in pieces]),
         compute_preceding_min=lambda: join([piece.preceding_min for piece in pieces]),
     )
@@ -105,6 +105,18 @@ def check_same_shape(**tensors: Tensor) -> None:
     for name, tensor in others:
         if tensor.shape != reference.shape:
             raise ValueError(f"{name} is {list(tensor.shape)}, but {first} is {list(reference.shape)}")
+
+
+def _positions(response_mask: Tensor) -> Tensor:
+    """[B, T] int t of every slot, at least 1; [T] where every row starts in column 0 and has no hole.
+
+    The usual layout costs nothing then. Other devices would have to be waited for, so they always count.
+    """
+    if response_mask.device.type == "cpu" and not bool(
+        (response_mask[..., 1:] > response_mask[..., :-1]).any()
+    ):
+        return torch.arange(1, response_mask.shape[-1] + 1)
+    return response_mask.cumsum(-1, dtype=torch.int32).clamp_(min=1)
 
 
 def _preceding_min(token: Tensor, response_mask: Tensor) -> Tensor:
