@@ -12,10 +12,10 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from pnpo_megatron.errors import ConfigError, DataError, RolloutError
+from pnpo_megatron.errors import ConfigError, RolloutError
 from pnpo_megatron.rollout.messages import (
     Abort,
     CallDone,
@@ -27,14 +27,19 @@ from pnpo_megatron.rollout.messages import (
     PromptRequest,
     Ready,
     Reply,
-    SamplingValues,
     WeightsLoaded,
     WorkerError,
 )
+from pnpo_megatron.rollout.requests import (
+    check_call,
+    make_request,
+    refusal,
+    sampling_values,
+    unpack_group,
+)
 from pnpo_megatron.rollout.weight_transfer import WeightSender, expected_tensors
 from pnpo_megatron.rollout.worker_process import WorkerProcess, worker_environment
-from pnpo_megatron.seeds import derive_seed
-from pnpo_megatron.types import Prompt, Rollout, RolloutGroup, Sampling
+from pnpo_megatron.types import Prompt, RolloutGroup, Sampling
 
 LOG = logging.getLogger(__name__)
 CLOSE_S = 10.0
@@ -118,10 +123,11 @@ class VllmSampler:
             sync_timeout_s,
         )
         self._started, self._calls = time.monotonic(), 0
+        self._open_call: int | None = None  # generating, and not yet read to its end
         self.stats = RolloutStats(0, 0.0)
         self.failures: tuple[PromptFailure, ...] = ()
         """Prompts of the last `generate` that gave no group; complete once its iterator has ended."""
-        self._initial_version, self._synced = initial_version, False
+        self._synced = False
         self._sender = WeightSender(expected_tensors(folder))
         settings = EngineSettings(
             model_folder=str(folder),
@@ -164,6 +170,7 @@ class VllmSampler:
         """
         self.wait_ready()
         entries, nbytes = self._sender.write(tensors)
+        self._drop_open_call()
         self.version = None  # until the engine says otherwise (TRAPS H33)
         call = self._next_call()
         self._worker.send(LoadWeights(call, version, entries, nbytes))
@@ -179,7 +186,7 @@ class VllmSampler:
         """Start sampling `group_size` responses a prompt; yields groups as they finish, in any order.
 
         A prompt that cannot be sampled gives no group and is listed in `failures`. Leaving the iterator
-        early drops what is still being generated.
+        early, another `generate` and `load_weights` drop what is still being generated.
 
         Raises:
             RolloutError: no weights of a known version, every prompt failed, or the worker failed.
@@ -191,34 +198,17 @@ class VllmSampler:
             raise RolloutError(
                 "the engine holds no weights of a known version: call load_weights before generate"
             )
-        _check_call(prompts, group_size, sampling)
-        reasons = [self._refusal(prompt, sampling) for prompt in prompts]
-        self.failures = tuple(
-            PromptFailure(prompt.id, reason)
-            for prompt, reason in zip(prompts, reasons, strict=True)
-            if reason
-        )
+        check_call(prompts, group_size, sampling)
+        reasons = [refusal(prompt, sampling, self._vocab_size, self._max_model_len) for prompt in prompts]
+        judged = list(enumerate(zip(prompts, reasons, strict=True)))
+        self.failures = tuple(PromptFailure(prompt.id, reason) for _, (prompt, reason) in judged if reason)
         requests = tuple(
-            PromptRequest(
-                index,
-                np.asarray(prompt.token_ids, dtype=np.int32),
-                np.asarray(
-                    [derive_seed(*seed, prompt.id, sample) for sample in range(group_size)], dtype=np.int64
-                ),
-            )
-            for index, (prompt, reason) in enumerate(zip(prompts, reasons, strict=True))
-            if not reason
+            make_request(index, prompt, group_size, seed) for index, (prompt, reason) in judged if not reason
         )
-        call = self._next_call()
-        values = SamplingValues(
-            sampling.temperature,
-            sampling.top_p,
-            sampling.max_tokens,
-            sampling.min_tokens,
-            sampling.stop_token_ids,
-        )
-        self._worker.send(Generate(call, requests, values))
-        return self._groups(call, prompts, requests)
+        self._drop_open_call()
+        call = self._open_call = self._next_call()
+        self._worker.send(Generate(call, requests, sampling_values(sampling)))
+        return self._groups(call, time.monotonic() + self.generate_timeout_s, prompts, requests)
 
     def close(self) -> None:
         """End the engine and everything it started."""
@@ -233,101 +223,55 @@ class VllmSampler:
     ) -> None:
         self.close()
 
-    def _refusal(self, prompt: Prompt, sampling: Sampling) -> str:
-        """Why the engine would refuse this prompt or cut its response; empty if it would not."""
-        length = len(prompt.token_ids)
-        if not length:
-            return "the prompt is empty"
-        if min(prompt.token_ids) < 0 or max(prompt.token_ids) >= self._vocab_size:
-            return f"a token id lies outside 0..{self._vocab_size - 1}"
-        if length + sampling.max_tokens > self._max_model_len:
-            return (
-                f"{length} prompt tokens and max_tokens = {sampling.max_tokens} exceed "
-                f"max_model_len = {self._max_model_len}"
-            )
-        return ""
-
     def _groups(
-        self, call: int, prompts: Sequence[Prompt], requests: Sequence[PromptRequest]
+        self, call: int, deadline: float, prompts: Sequence[Prompt], requests: Sequence[PromptRequest]
     ) -> Iterator[RolloutGroup]:
-        deadline, done, finished = time.monotonic() + self.generate_timeout_s, 0, False
         seeds = {request.index: request.seeds for request in requests}
+        done = 0
         try:
-            while True:
-                waiting_for = (
-                    f"responses: {done} of {len(requests)} prompts finished "
-                    f"({self.generate_timeout_s:g} s, generate_timeout_s)"
-                )
-                reply = self._reply_to(call, deadline, waiting_for)
-                if isinstance(reply, CallDone):
-                    finished = True
-                    break
+            while not isinstance(reply := self._generated(call, deadline, done, len(requests)), CallDone):
                 if isinstance(reply, GroupDone):
                     done += 1
                     yield self._group(reply, prompts[reply.index], seeds[reply.index])
                 elif isinstance(reply, PromptFailed):
-                    self._add_failure(prompts[reply.index].id, f"{reply.error}: {reply.message}")
+                    failure = PromptFailure(prompts[reply.index].id, f"{reply.error}: {reply.message}")
+                    self.failures = (*self.failures, failure)
+            self._open_call = None
         finally:
-            if not finished:
-                self._drop(call)
+            if call == self._open_call:  # left early, or failed
+                self._drop_open_call()
         self.stats = RolloutStats(reply.tokens, reply.seconds)
         for failure in self.failures:
             LOG.warning("prompt %s gave no group: %s", failure.prompt_id, failure.reason)
         if prompts and not done:
             raise RolloutError(f"all {len(prompts)} prompts failed; the first: {self.failures[0]}")
 
-    def _group(self, reply: GroupDone, prompt: Prompt, seeds: np.ndarray[Any, Any]) -> RolloutGroup:
-        expected = self._engine_version
-        if reply.version != expected:
+    def _generated(self, call: int, deadline: float, done: int, requested: int) -> Reply:
+        if call != self._open_call:
+            raise RolloutError(
+                "these responses were dropped: another generate or load_weights came before them"
+            )
+        limit = f"{self.generate_timeout_s:g} s, generate_timeout_s"
+        waiting_for = f"responses: {done} of {requested} prompts finished ({limit})"
+        return self._reply_to(call, deadline, waiting_for)
+
+    def _group(self, reply: GroupDone, prompt: Prompt, seeds: NDArray[np.int64]) -> RolloutGroup:
+        expected = (
+            self.version if self._synced else None
+        )  # the worker knows no version of the folder's weights
+        if self.version is None or reply.version != expected:
             raise RolloutError(
                 f"prompt {prompt.id}: sampled with version {reply.version}, expected {expected}"
             )
-        if not len(reply.ids) == len(reply.logprobs) == reply.lengths.sum():
-            raise RolloutError(
-                f"prompt {prompt.id}: {len(reply.ids)} ids and {len(reply.logprobs)} log-probs"
-            )
-        if not np.isfinite(reply.logprobs).all():
-            raise RolloutError(
-                f"prompt {prompt.id}: log-probs that are not finite from weights of version {self.version}; "
-                "the weights are broken"
-            )
-        ends = np.cumsum(reply.lengths)[:-1]
-        parts = zip(
-            np.split(reply.ids, ends),
-            np.split(reply.logprobs, ends),
-            reply.finish_reasons,
-            seeds,
-            strict=True,
-        )
-        return RolloutGroup(prompt, tuple(self._rollout(sample, *part) for sample, part in enumerate(parts)))
+        return unpack_group(reply, prompt, seeds, self.version, self._decode)
 
-    def _rollout(
-        self,
-        sample: int,
-        ids: np.ndarray[Any, Any],
-        logprobs: np.ndarray[Any, Any],
-        finish_reason: str,
-        seed: int,
-    ) -> Rollout:
-        assert self.version is not None
-        return Rollout(
-            torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(logprobs.copy()), finish_reason, sample,
-            int(seed), self.version, self._decode(ids.tolist()),
-        )  # fmt: skip
-
-    @property
-    def _engine_version(self) -> int | None:
-        """What the worker calls the weights in force: None for the folder's own."""
-        return self.version if self._synced else None
-
-    def _add_failure(self, prompt_id: str, reason: str) -> None:
-        self.failures = (*self.failures, PromptFailure(prompt_id, reason))
-
-    def _drop(self, call: int) -> None:
-        try:
-            self._worker.send(Abort(call))
-        except RolloutError as error:
-            LOG.warning("could not abort generation: %s", error)
+    def _drop_open_call(self) -> None:
+        call, self._open_call = self._open_call, None
+        if call is not None:
+            try:
+                self._worker.send(Abort(call))
+            except RolloutError as error:  # the cause is already on its way to the caller
+                LOG.warning("could not abort generation: %s", error)
 
     def _next_call(self) -> int:
         self._calls += 1
@@ -350,14 +294,3 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{folder} is no HF model folder: it has no config.json")
     config: dict[str, Any] = json.loads(file.read_text())
     return config
-
-
-def _check_call(prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> None:
-    if sampling.temperature == 0 and group_size > 1:
-        raise ConfigError(
-            f"temperature = 0 gives {group_size} equal responses; use group_size = 1 or a temperature"
-        )
-    ids = [prompt.id for prompt in prompts]
-    if len(set(ids)) < len(ids):
-        twice = next(name for name in ids if ids.count(name) > 1)
-        raise DataError(f"prompt id {twice!r} occurs twice in one call: its responses would be equal")

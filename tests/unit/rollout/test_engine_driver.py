@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pnpo_megatron.errors import RolloutError
-from pnpo_megatron.rollout import vllm_worker
+from pnpo_megatron.rollout.engine_driver import EngineDriver, Outbox
 from pnpo_megatron.rollout.messages import (
     Abort,
     CallDone,
@@ -27,7 +27,7 @@ from pnpo_megatron.rollout.messages import (
     WeightsLoaded,
     WorkerError,
 )
-from pnpo_megatron.rollout.vllm_worker import EngineDriver, Outbox, drop_prefix_cache, sampling_fields
+from pnpo_megatron.rollout.vllm_worker import drop_prefix_cache, sampling_fields
 
 VALUES = SamplingValues(temperature=0.7, top_p=1.0, max_tokens=9, min_tokens=0, stop_token_ids=(4, 2))
 
@@ -80,17 +80,17 @@ class FakePipe:
         return self.commands.popleft()
 
 
-def serve(*commands: Any, engine: FakeEngine | None = None) -> list[Any]:
+def make_driver(
+    engine: FakeEngine, send: Callable[[Any], None] = lambda reply: None, load: Callable[[Any], None] = len
+) -> EngineDriver:
+    return EngineDriver(engine, sampling_fields, load, send)
+
+
+def serve(*commands: Any, engine: FakeEngine | None = None, load: Callable[[Any], Any] = len) -> list[Any]:
     replies: list[Any] = []
-    driver = EngineDriver(engine or FakeEngine(), dict, FakeReceiver(), replies.append)  # type: ignore[arg-type]
     with pytest.raises(EOFError):
-        driver.serve(FakePipe(commands))  # type: ignore[arg-type]
+        make_driver(engine or FakeEngine(), replies.append, load).serve(FakePipe(commands))  # type: ignore[arg-type]
     return replies
-
-
-class FakeReceiver:
-    def tensors(self, entries: Any) -> Any:
-        return iter(())
 
 
 def test_members_of_a_group_are_in_sample_order_whatever_order_they_finish_in() -> None:
@@ -122,25 +122,25 @@ def test_a_call_without_prompts_is_done_at_once() -> None:
     assert isinstance(done, CallDone) and done.tokens == 0
 
 
-def test_h32_the_version_is_in_force_only_after_weights_and_cache_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_worker, "replace_weights", lambda engine, tensors: None)
+def test_h32_the_version_is_in_force_only_after_weights_and_cache_reset() -> None:
     generate = Generate(2, (request(0, [5], [1]),), VALUES)
     loaded, group, _ = serve(LoadWeights(1, 5, (), 0), generate)
     assert isinstance(loaded, WeightsLoaded) and (loaded.version, group.version) == (5, 5)
 
-    def refuse(engine: Any, tensors: Any) -> None:
+    def refuse(entries: Any) -> None:
         drop_prefix_cache(SimpleNamespace(reset_prefix_cache=lambda: False))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(vllm_worker, "replace_weights", refuse)
-    error, group, _ = serve(LoadWeights(1, 6, (), 0), generate)
+    error, group, _ = serve(LoadWeights(1, 6, (), 0), generate, load=refuse)
     assert isinstance(error, WorkerError) and "prefix cache" in error.message
     assert group.version is None
 
 
-def test_weights_are_not_replaced_while_responses_are_generated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_worker, "replace_weights", lambda engine, tensors: pytest.fail("replaced"))
-    error, *_ = serve(Generate(1, (request(0, [5], [1]),), VALUES), LoadWeights(2, 6, (), 0))
+def test_weights_are_not_replaced_while_responses_are_generated() -> None:
+    loaded: list[Any] = []
+    generate = Generate(1, (request(0, [5], [1]),), VALUES)
+    error, *_ = serve(generate, LoadWeights(2, 6, (), 0), load=loaded.append)
     assert isinstance(error, WorkerError) and "still being generated" in error.message
+    assert not loaded
 
 
 def test_h34_every_field_that_a_generation_config_could_fill_is_stated() -> None:
@@ -156,7 +156,7 @@ def test_h34_every_field_that_a_generation_config_could_fill_is_stated() -> None
 def test_shutdown_ends_the_loop_in_the_middle_of_generation() -> None:
     engine = FakeEngine()
     pipe = FakePipe([Generate(1, (request(0, [5], list(range(50))),), VALUES), Shutdown()])
-    EngineDriver(engine, dict, FakeReceiver(), lambda reply: None).serve(pipe)  # type: ignore[arg-type]
+    make_driver(engine).serve(pipe)  # type: ignore[arg-type]
     assert engine.steps == 0
 
 
@@ -166,14 +166,15 @@ def test_a_worker_whose_trainer_is_gone_stops_within_one_step() -> None:
     ours.send(Generate(1, (request(0, [5], list(range(50))),), VALUES))
     ours.close()
     with pytest.raises(EOFError):
-        EngineDriver(engine, dict, FakeReceiver(), lambda reply: None).serve(theirs)  # type: ignore[arg-type]
+        make_driver(engine).serve(theirs)  # type: ignore[arg-type]
     assert engine.steps <= 1
 
 
 def test_a_trainer_that_does_not_read_does_not_hold_up_the_engine() -> None:
     ours, theirs = Pipe()
     outbox = Outbox(theirs)
-    big = GroupDone(1, 0, 1, np.zeros(2**20, np.int32), np.zeros(2**20, np.float32), np.array([2**20]), ("stop",))
+    ids, logprobs = np.zeros(2**20, np.int32), np.zeros(2**20, np.float32)
+    big = GroupDone(1, 0, 1, ids, logprobs, np.array([2**20]), ("stop",))
     started = time.monotonic()
     for _ in range(4):
         outbox.send(big)  # 8 MB each, far beyond what a socket buffers

@@ -70,7 +70,9 @@ def hf_tensors(folder: Path) -> dict[str, Tensor]:
     }
 
 
-def hf_logprobs(folder: Path, prompt: tuple[int, ...], response: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def hf_logprobs(
+    folder: Path, prompt: tuple[int, ...], response: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
     """(log-prob of each response token [L], greedy token at each position [L]) by transformers in float32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = torch.cat([torch.tensor(prompt), response])[None]

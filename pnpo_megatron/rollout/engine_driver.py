@@ -1,0 +1,236 @@
+"""The worker's loop: commands in, engine steps, replies out. Knows an engine by its methods only.
+
+The loop looks at the pipe before every engine step, so an abort or the end of the trainer is noticed
+within one step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pnpo_megatron.errors import RolloutError
+from pnpo_megatron.rollout.messages import (
+    Abort,
+    CallDone,
+    Command,
+    Generate,
+    GroupDone,
+    LoadWeights,
+    PromptFailed,
+    PromptRequest,
+    Reply,
+    SamplingValues,
+    Shutdown,
+    TensorEntry,
+    WeightsLoaded,
+    WorkerError,
+)
+
+FLUSH_S = 5.0
+
+
+class Engine(Protocol):
+    """What the loop needs of vLLM's LLMEngine."""
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a step would do anything."""
+        ...
+
+    def add_request(self, request_id: str, prompt: Any, params: Any) -> Any:
+        """Queue one response."""
+        ...
+
+    def abort_request(self, request_ids: list[str]) -> None:
+        """Forget requests; unknown ids are ignored."""
+        ...
+
+    def step(self) -> list[Any]:
+        """One scheduling step; the requests that have something to say."""
+        ...
+
+
+@dataclass
+class _Group:
+    """Responses to one prompt, None until finished."""
+
+    version: int | None
+    outputs: list[tuple[NDArray[np.int32], NDArray[np.float32], str] | None]
+
+
+@dataclass
+class _Call:
+    started: float = field(default_factory=time.monotonic)
+    groups: dict[int, _Group] = field(default_factory=dict)
+    tokens: int = 0
+
+
+class EngineDriver:
+    """Commands in, engine steps, replies out."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        make_params: Callable[[SamplingValues, int], Any],
+        replace_weights: Callable[[tuple[TensorEntry, ...]], None],
+        send: Callable[[Reply], None],
+    ) -> None:
+        """`make_params` turns values and a seed into the engine's own; `replace_weights` loads a manifest."""
+        self._engine, self._make_params, self._replace_weights, self._send = (
+            engine, make_params, replace_weights, send,
+        )  # fmt: skip
+        self._calls: dict[int, _Call] = {}
+        self._version: int | None = None
+
+    def serve(self, conn: Connection) -> None:
+        """Until Shutdown; EOFError when the trainer is gone, so that an idle wait needs no deadline."""
+        while True:
+            if conn.poll(0.0 if self._engine.has_unfinished_requests() else None):
+                command: Command = conn.recv()
+                if isinstance(command, Shutdown):
+                    return
+                self.handle(command)
+            else:
+                self._collect(self._engine.step())
+
+    def handle(self, command: Command) -> None:
+        """Start, stop or do what is asked."""
+        match command:
+            case Generate():
+                self._generate(command)
+            case Abort():
+                self._abort(command.call)
+            case LoadWeights():
+                self._load_weights(command)
+
+    def _generate(self, command: Generate) -> None:
+        call = self._calls[command.call] = _Call()
+        for prompt in command.prompts:
+            call.groups[prompt.index] = _Group(self._version, [None] * len(prompt.seeds))
+            try:
+                self._add(command, prompt)
+            except Exception as error:  # whatever the engine has against this prompt, the others go on
+                self._fail(command.call, prompt.index, type(error).__name__, str(error))
+        self._finish_if_empty(command.call)
+
+    def _add(self, command: Generate, prompt: PromptRequest) -> None:
+        ids = prompt.ids.tolist()
+        for sample, seed in enumerate(prompt.seeds.tolist()):
+            params = self._make_params(command.sampling, seed)
+            request_id = _request_id(command.call, prompt.index, sample)
+            self._engine.add_request(request_id, {"type": "token", "prompt_token_ids": ids}, params)
+
+    def _collect(self, outputs: Iterable[Any]) -> None:
+        for output in outputs:
+            number, index, sample = (int(part) for part in output.request_id.split("/"))
+            call = self._calls.get(number)
+            if not output.finished or call is None or index not in call.groups:
+                continue
+            response = output.outputs[0]
+            if response.finish_reason not in ("stop", "length"):
+                self._fail(
+                    number, index, "RequestError", f"sample {sample} ended with {response.finish_reason!r}"
+                )
+            else:
+                self._store(number, call, index, sample, response)
+            self._finish_if_empty(number)
+
+    def _store(self, number: int, call: _Call, index: int, sample: int, response: Any) -> None:
+        ids = np.asarray(response.token_ids, dtype=np.int32)
+        logprobs = np.asarray(response.logprobs.logprobs, dtype=np.float32)
+        call.groups[index].outputs[sample] = (ids, logprobs, response.finish_reason)
+        call.tokens += len(ids)
+        done = [output for output in call.groups[index].outputs if output is not None]
+        if len(done) < len(call.groups[index].outputs):
+            return
+        version = call.groups.pop(index).version
+        all_ids, all_logprobs, reasons = zip(*done, strict=True)
+        lengths = np.asarray([len(ids) for ids in all_ids], dtype=np.int64)
+        self._send(
+            GroupDone(
+                number,
+                index,
+                version,
+                np.concatenate(all_ids),
+                np.concatenate(all_logprobs),
+                lengths,
+                reasons,
+            )
+        )
+
+    def _fail(self, number: int, index: int, error: str, message: str) -> None:
+        group = self._calls[number].groups.pop(index)
+        self._engine.abort_request(
+            [_request_id(number, index, sample) for sample in range(len(group.outputs))]
+        )
+        self._send(PromptFailed(number, index, error, message))
+
+    def _abort(self, number: int) -> None:
+        call = self._calls.get(number)
+        if call is not None:
+            left = [
+                (index, sample)
+                for index, group in call.groups.items()
+                for sample in range(len(group.outputs))
+            ]
+            self._engine.abort_request([_request_id(number, index, sample) for index, sample in left])
+            call.groups.clear()
+            self._finish_if_empty(number)
+
+    def _finish_if_empty(self, number: int) -> None:
+        call = self._calls.get(number)
+        if call is not None and not call.groups:
+            del self._calls[number]
+            self._send(CallDone(number, call.tokens, time.monotonic() - call.started))
+
+    def _load_weights(self, command: LoadWeights) -> None:
+        started = time.monotonic()
+        self._version = None  # a failed sync leaves no version in force
+        try:
+            if self._engine.has_unfinished_requests():
+                raise RolloutError("weight sync: responses are still being generated")
+            self._replace_weights(command.entries)
+        except Exception as error:  # crosses the pipe as data; the sampler stops the run
+            self._send(WorkerError(command.call, type(error).__name__, str(error), fatal=False))
+            return
+        self._version = command.version
+        seconds = time.monotonic() - started
+        self._send(WeightsLoaded(command.call, command.version, len(command.entries), seconds))
+
+
+def _request_id(call: int, index: int, sample: int) -> str:
+    return f"{call}/{index}/{sample}"
+
+
+class Outbox:
+    """Sends replies from a thread, so that a trainer that is busy never holds up the engine."""
+
+    def __init__(self, conn: Connection) -> None:
+        self._conn = conn
+        self._queue: SimpleQueue[Reply | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def send(self, reply: Reply) -> None:
+        """Queue one reply."""
+        self._queue.put(reply)
+
+    def close(self) -> None:
+        """Wait for what is queued, at most FLUSH_S seconds."""
+        self._queue.put(None)
+        self._thread.join(FLUSH_S)
+
+    def _run(self) -> None:
+        while (reply := self._queue.get()) is not None:
+            try:
+                self._conn.send(reply)
+            except OSError:  # the trainer is gone; the main thread sees the end of the pipe
+                return
