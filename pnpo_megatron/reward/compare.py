@@ -1,4 +1,5 @@
-"""Whether a final answer equals the gold, from cheap and exact to symbolic: text, numbers, lists, intervals, formulas."""
+"""Whether a final answer equals the gold, from cheap and exact to symbolic: text, numbers, lists,
+intervals, formulas."""
 
 from __future__ import annotations
 
@@ -20,11 +21,14 @@ from pnpo_megatron.reward.symbolic import symbolic_equal
 MAX_PARTS = 64
 MAX_ANSWER = 20_000
 """Characters; a longer "answer" is not one."""
+MAX_FORMULA = 1_000
+"""Characters of anything but plain digits."""
 _JOINERS = re.compile(r",?\s*(?:\\text\s*\{\s*(?:and|or|，|和|或)\s*\}|(?<=[\d})\] ])\b(?:and|or)\b)\s*")
 _NAME = re.compile(r"^\s*\(?([A-Za-z](?:_\{?\w+\}?)?)\)?\s*(?:=|\\in(?![A-Za-z]))\s*(?=\S)")
 _CLOCK = re.compile(r"\d{1,2}\s*:\s*\d\d(?!\d)")
 _BASED = re.compile(r"(\d+)_\{?(\d+)\}?")
 _RELATION = re.compile(r"\\(?:le|ge|lt|gt|ne|neq)(?![A-Za-z])|[<>=]")
+_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _SIDE = re.compile(r"(\\le(?![A-Za-z])|\\ge(?![A-Za-z])|\\lt(?![A-Za-z])|\\gt(?![A-Za-z])|<|>)\s*(=?)")
 
 
@@ -40,11 +44,18 @@ def _equal(answer: str, gold: str) -> bool:
         return False
     if plain(answer) == plain(gold):
         return True
+    if max(len(answer), len(gold)) > MAX_FORMULA:
+        return decimal_form(answer) is not None and decimal_form(answer) == decimal_form(gold)
     for rule in (_words, _clock, _number, _based, _named, _interval, _parts):
         verdict = rule(answer, gold)
         if verdict is not None:
             return verdict
-    return symbolic_equal(without_unit(split_percent(answer)[0]), without_unit(split_percent(gold)[0]))
+    return symbolic_equal(_bare(answer), _bare(gold))
+
+
+def _bare(text: str) -> str:
+    """Without percent sign and unit; degrees inside a sine are no unit."""
+    return text if _ANGLE.search(text) else without_unit(split_percent(text)[0])
 
 
 def _words(answer: str, gold: str) -> bool | None:
@@ -94,7 +105,7 @@ def _base_value(match: re.Match[str]) -> int | None:
 
 
 def _named(answer: str, gold: str) -> bool | None:
-    """``x = 5`` or ``x \\in [0,1)`` against the value alone, or both with the same name."""
+    r"""``x = 5`` or ``x \in [0,1)`` against the value alone, or both with the same name."""
     left, right = _NAME.match(answer), _NAME.match(gold)
     if left is None and right is None:
         return None
@@ -127,7 +138,7 @@ def _interval(answer: str, gold: str) -> bool | None:
 
 
 def _as_union(text: str) -> str:
-    """``x < 2 or x > 3`` as ``(-\\infty,2)\\cup(3,\\infty)``; any other text unchanged."""
+    r"""``x < 2 or x > 3`` as ``(-\infty,2)\cup(3,\infty)``; any other text unchanged."""
     parts = [_bounds(clean(part)) for part in _JOINERS.split(text)] if _SIDE.search(text) else []
     if len(parts) < 2 or None in parts or "," in _JOINERS.sub("", text):
         return text
@@ -200,7 +211,8 @@ _ORDERED = ("()", "[]", "(]", "[)")
 
 
 def _split(text: str) -> tuple[str, list[str]]:
-    """A kind (``()`` and the other brackets, ``set``, ``list``, ``one``) and the members, both signs of ``\\pm`` apart."""
+    r"""A kind (``()`` and the other brackets, ``set``, ``list``, ``one``) and the members, both signs of
+    ``\pm`` apart."""
     inner = re.fullmatch(r"\\\{(.*)\\\}", text)
     if inner:
         return "set", list(_members(inner.group(1)))
@@ -221,7 +233,7 @@ def _members(text: str) -> Iterator[str]:
 
 
 def _enumerable(text: str) -> bool:
-    """A plain list of values, so that a different count settles it; relations and functions go to the solver."""
+    """A plain list of values, so that a different count settles it."""
     return not _RELATION.search(text)
 
 

@@ -1,8 +1,8 @@
-"""Where in a reply the final answer stands. Plain string scanning: nothing here reads mathematics.
+r"""Where in a reply the final answer stands. Plain string scanning: nothing here reads mathematics.
 
 The rules (TRAPS H02, H04): only text after the last ``</think>`` counts; the answer is the last complete
-``\\boxed{}`` or ``\\fbox{}``, or the last ``Answer:`` line, whichever comes later. A reply that stops inside
-its last box was cut off there and has no answer; it does not fall back to an earlier box.
+``\boxed{}`` or ``\fbox{}``, or the last ``Answer:`` line, whichever comes later. A reply that
+stops inside its last box was cut off there and has no answer; it does not fall back to an earlier box.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def extract_answer(text: str, *, reasoning_open: bool = False, finish_reason: st
     Args:
         text: the reply, without the prompt.
         reasoning_open: the prompt already wrote ``<think>`` (TRAPS H07).
-        finish_reason: ``"length"`` marks a reply that ran out of tokens; an ``Answer:`` line or bare box that
-            runs into that end may have lost characters and does not count.
+        finish_reason: ``"length"`` marks a reply that ran out of tokens; an ``Answer:`` line or
+            bare box that runs into that end may have lost characters and does not count.
     """
     reasoning, closed, reply = text.rpartition(_THINK_CLOSE)
     still_thinking = _THINK_OPEN in reply or (reasoning_open and not closed)
@@ -56,7 +56,7 @@ def extract_answer(text: str, *, reasoning_open: bool = False, finish_reason: st
 
 
 def _last_box(text: str, cut: bool) -> _Span | None:
-    """The last box by start; brace-balanced, with escaped braces skipped. Nested boxes give the outer one."""
+    """The last box by start; brace-balanced, with escaped braces skipped. The outer of nested boxes."""
     stack: list[tuple[int, int] | None] = []  # a box: (start, content start); any other brace: None
     complete: list[tuple[int, int, int]] = []
     bare: _Span | None = None
@@ -81,7 +81,7 @@ def _last_box(text: str, cut: bool) -> _Span | None:
 
 
 def _bare_box(text: str, token: re.Match[str], cut: bool) -> _Span:
-    """``\\boxed 204``: the run of characters up to a space or dollar sign."""
+    r"""``\boxed 204``: the run of characters up to a space or dollar sign."""
     run = _BARE.match(text, token.end())
     if run is None or (cut and run.end() == len(text)):
         return _Span(token.start(), None)

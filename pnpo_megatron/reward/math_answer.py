@@ -1,6 +1,7 @@
 """Grade a reply to a mathematics problem against its gold answer.
 
-Exact value decides: no floats, no rounding, integers of any size. Text from a model is never evaluated as code.
+Exact value decides: no floats, no rounding, integers of any size. Text from a model is never evaluated
+as code.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 
 from pnpo_megatron.reward.compare import equal
 from pnpo_megatron.reward.extract import extract_answer
+from pnpo_megatron.reward.symbolic import load_math_verify
 from pnpo_megatron.reward.time_limit import TimeLimitError, time_limit
 from pnpo_megatron.reward_types import RewardInput
 
@@ -39,9 +41,10 @@ def grade(
     Args:
         response_text: the whole reply, without the prompt.
         gold: the bare gold answer.
-        reasoning_open: the prompt's template already wrote ``<think>``; without ``</think>`` there is no answer.
+        reasoning_open: the prompt's template already wrote ``<think>``.
         finish_reason: ``"length"`` sets `truncated`; a complete answer is graded all the same.
         timeout_s: limit for the comparison; None leaves the limit to the caller.
+
     Raises:
         ValueError: the gold is not a non-empty string. That is the data's fault, never a wrong answer.
     """
@@ -52,6 +55,7 @@ def grade(
     found = extract_answer(response_text, reasoning_open=reasoning_open, finish_reason=finish_reason)
     if found.answer is None or not found.answer.strip():
         return Grade(False, None, found.truncated)
+    load_math_verify()
     try:
         with time_limit(timeout_s):
             correct = equal(found.answer, gold)

@@ -1,4 +1,5 @@
-"""Spellings of one answer brought to one form: text to text, and text to exact numbers. No mathematics beyond that."""
+"""Spellings of one answer brought to one form: text to text, and text to exact numbers. No mathematics
+beyond that."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from fractions import Fraction
 
 MAX_DIGITS = 4000
 """Longer digit strings are compared as text: Python refuses to convert them, and no answer needs it."""
+MAX_UNWRAPS = 100
+"""Redundant brackets that are taken off."""
 
 _WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}  # full-width forms
 _SIGNS = {"−": "-", "–": "-", "\u00a0": " ", "\u3000": " ", "°": r"^\circ", "π": r"\pi", "∞": r"\infty"}
@@ -35,10 +38,15 @@ _UNIT_WORDS = re.compile(r"^(?P<value>[\d.,/ ]*\d)\s+(?P<unit>[A-Za-z][A-Za-z./ 
 _DEGREES = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*[CF]?$|\s*\\degrees?$")
 _PERCENT = re.compile(r"\s*(?:\\?%|\\text\s*\{\s*per\s?cent\s*\}|(?<=[\d} ])per\s?cent)$", re.IGNORECASE)
 _NO_UNIT = frozenset(
-    "and or to if for where when else not no than over times plus minus mod modulo hundred thousand million "
-    "billion trillion dozen pi half halves third thirds quarter quarters fourth fourths fifth fifths sixth sixths "
-    "seventh sevenths eighth eighths ninth ninths tenth tenths hundredth hundredths thousandth thousandths "
-    "squared cubed factorial choose base is are infinity between from percent a.m p.m am pm".split()
+    re.findall(
+        r"\S+",
+        "and or to if for where when else not no than over times plus minus mod modulo hundred thousand "
+        "million "
+        "billion trillion dozen pi half halves third thirds quarter quarters fourth fourths fifth fifths "
+        "sixth "
+        "sixths seventh sevenths eighth eighths ninth ninths tenth tenths hundredth hundredths thousandth "
+        "thousandths squared cubed factorial choose base is are infinity between from percent a.m p.m am pm",
+    )
 )
 _DECIMAL = re.compile(r"([+-]*)\s*(\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d*)(?:\.(\d*))?")
 _ARG = r"(?:\{\s*([+-]?\s*[\d.,]+)\s*\}|(\d))"
@@ -47,18 +55,21 @@ _SLASH = re.compile(r"([+-]?)\s*(?:(\d+) )?\s*([\d.,]+)\s*/\s*([+-]?[\d.,]+)")
 
 
 def clean(text: str) -> str:
-    """One spelling: ASCII digits and signs, no dollar signs, spacing macros, outer braces or redundant parentheses."""
+    """One spelling: ASCII digits and signs, no dollar signs, spacing macros or redundant brackets."""
     text = text.translate(_TABLE)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     text = text.strip(" _*").rstrip(".;:, ")
-    while (inner := _unwrapped(text)) is not None:
+    for _ in range(MAX_UNWRAPS):
+        inner = _unwrapped(text)
+        if inner is None:
+            break
         text = inner
     return text
 
 
 def _unwrapped(text: str) -> str | None:
-    """The inside of one outer ``{...}``, ``\\text{...}`` or comma-free ``(...)``, or None."""
+    r"""The inside of one outer ``{...}``, ``\text{...}`` or comma-free ``(...)``, or None."""
     prefix = re.match(r"\\text\s*(?=\{)", text)
     body = text[prefix.end() :] if prefix else text
     if len(body) < 2 or body[0] + body[-1] not in ("{}", "()") or closing(body, 0) != len(body) - 1:
@@ -70,7 +81,8 @@ def _unwrapped(text: str) -> str | None:
 
 
 def closing(text: str, start: int) -> int:
-    """Index of the bracket that closes the one at `start`, mixed kinds allowed (``[0,1)``); -1 where there is none."""
+    """Index of the bracket that closes the one at `start`, mixed kinds allowed (``[0,1)``); -1 where
+    there is none."""
     depth, escaped = 0, False
     for index in range(start, len(text)):
         char = text[index]
@@ -88,7 +100,7 @@ def closing(text: str, start: int) -> int:
 
 
 def split_top(text: str) -> list[str]:
-    """Split at the commas outside all brackets, ``\\{ \\}`` included."""
+    r"""Split at the commas outside all brackets, ``\{ \}`` included."""
     parts, depth, begin = [], 0, 0
     for index, char in enumerate(text):
         if char in "{([":
@@ -123,12 +135,13 @@ def split_percent(text: str) -> tuple[str, bool]:
 
 
 def plain(text: str) -> str:
-    """Text macros opened and all spaces gone: the form in which two spellings of a word or formula are equal."""
+    """Text macros opened and all spaces gone: equal for two spellings of one word or formula."""
     return re.sub(r"\s+", "", _TEXT.sub(r"\1", text))
 
 
 def decimal_form(text: str) -> str | None:
-    """Canonical text of an integer or decimal of any length (``025`` is ``25``, ``-1,000.50`` is ``-1000.5``)."""
+    """Canonical text of an integer or decimal of any length (``025`` is ``25``, ``-1,000.50`` is
+    ``-1000.5``)."""
     match = _DECIMAL.fullmatch(text.strip())
     if match is None or not (match.group(2) or match.group(3)):
         return None
@@ -139,7 +152,8 @@ def decimal_form(text: str) -> str | None:
 
 
 def rational(text: str) -> Fraction | None:
-    """The exact value of an integer, decimal, fraction or mixed number; None for anything else or over-long digits."""
+    """The exact value of an integer, decimal, fraction or mixed number; None for anything else or
+    over-long digits."""
     if len(text) > MAX_DIGITS:
         return None
     decimal = decimal_form(text)

@@ -1,7 +1,9 @@
 """Grading processes with a deadline for every grade; results arrive as futures while others still generate.
 
-A grade that passes its deadline is killed and tried once more when nothing else runs (the machine may have been
-busy); a second time makes it wrong: reward 0, counted as a timeout. A worker that dies, or a function that raises
+A grade that passes its deadline is killed and tried once more when nothing else runs (the machine may
+have been
+busy); a second time makes it wrong: reward 0, counted as a timeout. A worker that dies, or a function
+that raises
 or returns no finite number, is a fault: value None (DECISIONS: Denominators, TRAPS H03).
 """
 
@@ -52,7 +54,8 @@ class RewardPool:
             function: one name, or names with weights whose weighted sum is the reward.
             workers: processes; None: one a core, at most 8.
             timeout_s: deadline of one grade, in seconds.
-            memory_bytes: address-space limit of a worker; None: no limit (a function that uses a GPU needs that).
+            memory_bytes: address-space limit of a worker; None, which a function on a GPU needs: no limit.
+
         Raises:
             ConfigError: a setting is out of range, or the function cannot be loaded.
         """
@@ -84,7 +87,8 @@ class RewardPool:
     def submit(self, inputs: Iterable[RewardInput]) -> list[Future[RewardResult]]:
         """Queue samples and return their futures, in order, at once.
 
-        A future never raises for a bad sample; it raises `RewardFaultError` when no worker can be started any more.
+        A future never raises for a bad sample; it raises `RewardFaultError` when no worker can be
+        started any more.
         """
         jobs = [_Job(sample, Future()) for sample in inputs]
         with self._lock:
@@ -104,7 +108,8 @@ class RewardPool:
         return self.start(inputs)()
 
     def _wait(self, futures: Sequence[Future[RewardResult]]) -> list[RewardResult]:
-        """Bounded: a grade takes its deadline twice at most, and the ones before it in the queue likewise."""
+        """Bounded: a grade takes its deadline twice at most, and the ones before it in the queue
+        likewise."""
         with self._lock:
             ahead = len(self._queue) + len(futures) + len(self._workers)
         end = time.monotonic() + START_TIMEOUT_S * (MAX_FAILED_STARTS + 1) + 3 * self._timeout_s * ahead
@@ -207,7 +212,7 @@ class RewardPool:
             self._started.set()
 
     def _worker_died(self, worker: GradingProcess, was_starting: bool) -> None:
-        code = worker.kill()
+        code = worker.kill(grace_s=1.0)
         if worker in self._jobs:
             self._finish(worker, RewardResult(None, fault=f"the grading worker died (exit code {code})"))
         if was_starting:
@@ -274,7 +279,8 @@ def check_faults(results: Sequence[RewardResult], max_fault_rate: float) -> int:
     faults = [result.fault for result in results if result.value is None]
     if len(faults) > max_fault_rate * len(results):
         raise RewardFaultError(
-            f"{len(faults)} of {len(results)} rewards could not be computed, more than reward.max_fault_rate = "
+            f"{len(faults)} of {len(results)} rewards could not be computed, more than "
+            f"reward.max_fault_rate = "
             f"{max_fault_rate}. The first: {faults[0]}"
         )
     return len(faults)

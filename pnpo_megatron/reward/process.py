@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -71,9 +72,12 @@ class GradingProcess:
         self.starting, self.idle, self.deadline = False, True, math.inf
         return message
 
-    def kill(self) -> int | None:
-        """End the process at once and return its exit code."""
+    def kill(self, grace_s: float = 0.0) -> int | None:
+        """End the process and return its exit code; one that is ending may take `grace_s` to say why."""
         self.connection.close()
         self.idle, self.deadline = False, math.inf
+        if grace_s:
+            with suppress(subprocess.TimeoutExpired):
+                return self._process.wait(timeout=grace_s)
         self._process.kill()
         return self._process.wait(timeout=_EXIT_TIMEOUT_S)

@@ -1,12 +1,15 @@
-"""The only file that calls math-verify: formulas that plain numbers and lists do not cover, compared exactly.
+"""The only file that calls math-verify: formulas that plain numbers and lists do not cover, compared
+exactly.
 
-math-verify reads LaTeX and decides; it rounds, though (1/2^98 equals 1/2^99 for it), so a "yes" about numbers
+math-verify reads LaTeX and decides; it rounds, though (1/2^98 equals 1/2^99 for it), so a "yes" about
+numbers
 must also hold to 60 significant digits here. Text that would cost unbounded time is refused before parsing.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import re
 from typing import Any
 
@@ -18,14 +21,16 @@ MAX_TERMS = 1_000
 _DIGITS = 60
 _INTEGER = re.compile(r"\d+")
 _POWER = re.compile(r"\^\s*(\{|-?\d+|.)")
+_DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))")
 _UPPER_LIMIT = re.compile(r"\\(?:sum|prod)\s*(?:_\s*(?:\{[^{}]*\}|\S))?\s*\^\s*(\{[^{}]*\}|\\?\w+)")
 _ONE_TOWER = re.compile(r"\{?(\d{1,5})\s*\^\s*\{?(\d{1,2})\}?\}?")
 
 
 def symbolic_equal(answer: str, gold: str) -> bool:
-    """Whether two cleaned LaTeX formulas are equal in exact value. Anything that cannot be read is not equal."""
+    """Whether two cleaned LaTeX formulas are equal in exact value. What cannot be read is not."""
     if too_costly(answer) or too_costly(gold):
         return False
+    load_math_verify()
     left, right = _parse(gold), _parse(answer)
     if left is None or right is None:
         return False
@@ -36,13 +41,19 @@ def symbolic_equal(answer: str, gold: str) -> bool:
     return bool(same) and _exactly_equal(left, right)
 
 
+def load_math_verify() -> None:
+    """Import it now (a second of work), so that no time limit can cut an import short."""
+    import math_verify  # noqa: F401
+
+    # It warns that its own time limit is off: ours is on.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+
 def _parse(text: str) -> Any:
-    logging.getLogger("math_verify").setLevel(
-        logging.ERROR
-    )  # it warns that its own time limit is off: ours is on
     from math_verify import LatexExtractionConfig, parse
 
     text = re.sub(r"(?<=\d)i(?![A-Za-z])", " i", text)  # 3i: it looks for a free-standing i
+    text = _DEGREES.sub(r"(\1 \\cdot \\frac{\\pi}{180})", text)  # it drops the sign and takes radians
     found = parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=None, fallback_mode="no_fallback")
     return found[0] if found else None
 
@@ -92,7 +103,7 @@ def _opened(value: Any, wrapper: Any) -> Any:
 
 
 def too_costly(text: str) -> bool:
-    """Whether a formula could take unbounded time or memory: length, nesting, huge powers, factorials and sums."""
+    """Whether a formula could take unbounded time: length, nesting, powers, factorials and sums."""
     if (
         not text
         or len(text) > MAX_LENGTH
@@ -129,8 +140,8 @@ def _exponent_size(exponent: str) -> int:
     tower = _ONE_TOWER.fullmatch(exponent.strip())
     if tower:
         base, power = int(tower.group(1)), int(tower.group(2))
-        return base**power
-    numbers = [int(number[:6]) for number in _INTEGER.findall(exponent)]
+        return int(base**power)
+    numbers = _integers(exponent)
     if "!" in exponent or ("^" in exponent and max(numbers, default=0) > 5):
         return MAX_EXPONENT + 1
     size = 1
@@ -151,10 +162,30 @@ def _braced(text: str, start: int) -> str:
 def _huge_factorial(text: str) -> bool:
     if "!" not in text and not re.search(r"\\(?:binom|Gamma)", text):
         return False
-    numbers = [int(number[:6]) for number in _INTEGER.findall(text)]
-    nested = len(re.findall(r"[)}\]!]\s*!", text)) and max(numbers, default=0) > 6
-    powers = "^" in text and re.search(r"[)}\]]\s*!", text)
-    return bool(nested or powers) or max(numbers, default=0) > MAX_FACTORIAL
+    largest = max(_integers(text), default=0)
+    if (
+        largest > MAX_FACTORIAL
+        or re.search(r"!\s*!\s*!", text)
+        or (largest > 5 and re.search(r"!\s*!", text))
+    ):
+        return True
+    return any(_huge_argument(text[: match.start()]) for match in re.finditer(r"[)}\]]\s*!", text))
+
+
+def _huge_argument(before: str) -> bool:
+    """Whether the bracket that `before` ends in, about to be taken to its factorial, may be large."""
+    depth, start = 1, len(before)
+    while start > 0 and depth > 0:
+        start -= 1
+        depth += (before[start] in ")}]") - (before[start] in "({[")
+    numbers = _integers(before[start:])
+    nested = bool(re.search(r"[!^]", before[start:])) and max(numbers, default=0) > 3
+    return nested or math.prod(max(number, 1) for number in numbers) > MAX_FACTORIAL
+
+
+def _integers(text: str) -> list[int]:
+    """The integers of a text; those of more than six digits as some number above every limit."""
+    return [int((number.lstrip("0") or "0")[:7]) for number in _INTEGER.findall(text)]
 
 
 def _huge_operator(text: str) -> bool:
@@ -162,6 +193,6 @@ def _huge_operator(text: str) -> bool:
         return False
     if any(re.search("[A-Za-z]", top.replace(r"\infty", "")) for top in _UPPER_LIMIT.findall(text)):
         return True  # sums to n: no cheap proof either way, only equal spelling counts
-    return any(int(number[:6]) > MAX_TERMS for number in _INTEGER.findall(text)) or bool(
+    return max(_integers(text), default=0) > MAX_TERMS or bool(
         re.search(r"\^\s*\{[^{}]*\^", text) or re.search(r"\d\s*\^\s*\{?\s*\d", text)
     )

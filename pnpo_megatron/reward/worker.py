@@ -1,6 +1,7 @@
 """The grading process: reads one sample at a time from its socket and answers with plain values.
 
-It is a program of its own (``python -m``), not a fork or a spawn: it imports neither torch nor the caller's main
+It is a program of its own (``python -m``), not a fork or a spawn: it imports neither torch nor the
+caller's main
 module, and it can be started from a thread, a daemonic pool process or an event loop alike.
 """
 
@@ -24,7 +25,8 @@ RewardFunction = Callable[[RewardInput], Any]
 
 _ORPHAN_MARGIN_S = 30.0
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""Sent to the whole job at preemption; a grade in progress must still be finished. The closed socket ends us."""
+"""Sent to the whole job at preemption; a grade in progress must still be finished. The closed socket
+ends us."""
 
 
 def load_function(name: str) -> RewardFunction:
@@ -34,10 +36,10 @@ def load_function(name: str) -> RewardFunction:
         ValueError: no such module, no such function, or not callable.
     """
     if name == "math":
-        from math_verify import parse  # noqa: F401  # loaded before the first deadline runs
-
         from pnpo_megatron.reward.math_answer import math_reward
+        from pnpo_megatron.reward.symbolic import load_math_verify
 
+        load_math_verify()  # before the first deadline runs
         return math_reward
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
@@ -117,7 +119,7 @@ def serve(connection: Connection, weights: Mapping[str, float], timeout_s: float
 
 
 def main() -> None:
-    """Entry point of the process: the socket's file descriptor is the only argument; the rest comes through it."""
+    """Entry point of the process: the only argument is the socket's file descriptor."""
     connection = Connection(int(sys.argv[1]))
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
