@@ -65,13 +65,17 @@ def print_scores(run: Run) -> None:
         after, k = last["benchmarks"][name], before["k"]
         print(f"  {name}: Avg@{k} on {before['problems']} problems")
         for step, score in ((first["step"], before), (last["step"], after)):
-            mean, stderr, passed = (100 * score[key] for key in ("avg_at_k", "stderr", "pass_at_k"))
+            mean, stderr, passed = (100 * _number(score[key]) for key in ("avg_at_k", "stderr", "pass_at_k"))
             print(f"    after step {step:>4}   {mean:5.1f} %  ± {stderr:.1f}   (pass@{k} {passed:.1f} %)")
         means = [problem_means([score["correct"][problem] for problem in before["correct"]], k)
                  for score in (before, after)]
         gain = paired_difference(*means)
         print(f"    paired gain      {100 * gain.mean:+5.1f}    ± {100 * gain.stderr:.1f}"
               f"   (95 %: {100 * gain.low95:+.1f} to {100 * gain.high95:+.1f})")
+
+
+def _number(value: float | None) -> float:
+    return float("nan") if value is None else value
 
 
 def print_course(run: Run) -> None:

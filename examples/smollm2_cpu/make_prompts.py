@@ -27,7 +27,8 @@ def make_problems(heldout: int, seed: int) -> tuple[list[dict[str, str]], list[d
         pairs = [(a, b) for a in range(1, 10) for b in range(a, 10) if (sign, a, b) not in WORKED]
         rng.shuffle(pairs)
         for index, (a, b) in enumerate(pairs):
-            rows = [{"id": f"{x}{sign}{y}", "problem": f"What is {x} {sign} {y}?", "answer": str(answer(x, y))}
+            rows = [{"id": f"{x}{sign}{y}", "problem": f"What is {x} {sign} {y}?",
+                     "answer": str(answer(x, y))}
                     for x, y in sorted({(a, b), (b, a)})]
             (held if index < heldout // 2 else training).extend(rows)
     return training, held
