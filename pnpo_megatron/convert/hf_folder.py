@@ -169,15 +169,18 @@ class HfFolder:
             )
 
     def dtype(self) -> torch.dtype:
-        """The dtype config.json states, in either spelling; else that of the first tensor."""
-        stated = self.config.get("dtype") or self.config.get("torch_dtype")
-        if stated is None:
-            return self.tensor(self.names()[0]).dtype
-        if stated not in DTYPES:
+        """The one dtype all tensors are stored in, from the files' headers; what config.json says may differ.
+
+        Raises:
+            ConversionError: several dtypes, or one that is not a plain float.
+        """
+        codes = {self._handle(file).get_slice(name).get_dtype() for name, file in self.files.items()}
+        known = {code: dtype for dtype, code in _CODES.items()}
+        if len(codes) != 1 or not codes <= known.keys():
             raise ConversionError(
-                f"{self.path / 'config.json'}: dtype = {stated!r} is not supported; {', '.join(DTYPES)} are"
+                f"{self.path} stores {', '.join(sorted(codes))}; state the dtype to convert to: float32 or bfloat16"
             )
-        return DTYPES[stated]
+        return known[codes.pop()]
 
     def other_files(self) -> list[Path]:
         """Every file that is not a weight file: they travel byte for byte (TRAPS H28)."""

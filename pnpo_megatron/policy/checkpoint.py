@@ -11,7 +11,9 @@ import json
 import os
 import queue
 import shutil
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -62,11 +64,12 @@ def save_checkpoint(
     _wait_for_all(groups)
     _finish_parameter_gather(chunks)
     _use_in_process_queue()
-    dist_checkpointing.save(
-        _sharded_state(chunks, optimizer, portable=portable, is_loading=False),
-        str(partial),
-        content_metadata={"portable": portable, "has_optimizer": optimizer is not None},
-    )
+    with _without_deprecations():
+        dist_checkpointing.save(
+            _sharded_state(chunks, optimizer, portable=portable, is_loading=False),
+            str(partial),
+            content_metadata={"portable": portable, "has_optimizer": optimizer is not None},
+        )
     if groups.world_rank == 0:
         _write_side_files(partial, unwrapped(chunks[0]).arch, source)  # type: ignore[arg-type]
         if finish is not None:
@@ -93,7 +96,8 @@ def load_checkpoint(
     state = _sharded_state(chunks, optimizer, portable=bool(content["portable"]), is_loading=True)
     strict = StrictHandling.RAISE_ALL if optimizer is not None else StrictHandling.RAISE_UNEXPECTED
     try:
-        loaded = dist_checkpointing.load(state, str(folder), strict=strict)
+        with _without_deprecations():
+            loaded = dist_checkpointing.load(state, str(folder), strict=strict)
     except CheckpointingException as error:
         raise ConversionError(f"{folder} does not fit this model and layout: {error}") from error
     for index, chunk in enumerate(chunks):
@@ -158,6 +162,14 @@ def _finish_parameter_gather(chunks: Sequence[Any]) -> None:
         settings = getattr(chunk, "ddp_config", None)
         if settings is not None and settings.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
+
+
+@contextmanager
+def _without_deprecations() -> Iterator[None]:
+    """Megatron 0.16 uses names that torch 2.13 warns about; nobody here can act on them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
 
 
 def _use_in_process_queue() -> None:

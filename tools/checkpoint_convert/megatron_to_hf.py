@@ -1,0 +1,45 @@
+"""Megatron distributed checkpoint to HF folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from pnpo_megatron.errors import UserError
+from pnpo_megatron.policy.conversion import megatron_to_hf, plan_megatron_to_hf
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+EXAMPLE = "example: python tools/checkpoint_convert/megatron_to_hf.py --megatron runs/pnpo/checkpoints/step_000150 --out hf/out"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLE)
+    made.add_argument("--megatron", type=Path, required=True, help="checkpoint folder, of a run or of hf_to_megatron.py")
+    made.add_argument("--out", type=Path, required=True, help="HF folder to write, with config and tokenizer files")
+    made.add_argument("--dtype", choices=sorted(DTYPES), help="default: as stored")
+    made.add_argument("--dry-run", action="store_true", help="read headers only and show the plan")
+    made.add_argument("--overwrite", action="store_true", help="replace an existing target")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 done, 2 the input is wrong, 1 anything else."""
+    args = parser().parse_args(argv)
+    try:
+        plan = plan_megatron_to_hf(args.megatron, args.out, DTYPES.get(args.dtype), overwrite=args.overwrite)
+        print(plan.summary())
+        if not args.dry_run:
+            megatron_to_hf(plan, args.megatron, overwrite=args.overwrite)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
