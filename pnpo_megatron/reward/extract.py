@@ -75,7 +75,7 @@ def _last_box(text: str, cut: bool) -> _Span | None:
                 complete = [span for span in complete[-1:] if span[0] < box[0]]  # drop those inside this one
                 complete.append((box[0], box[1], token.start()))
     spans = [_Span(start, text[begin:end]) for start, begin, end in complete]
-    spans += [_Span(box[0], None) for box in stack if box is not None]
+    spans += [_Span(box[0], None) for box in stack[::-1] if box is not None][:1]
     spans += [bare] if bare else []
     return max(spans, key=lambda span: span.start, default=None)
 
@@ -90,14 +90,13 @@ def _bare_box(text: str, token: re.Match[str], cut: bool) -> _Span:
 
 def _last_line(text: str, cut: bool) -> _Span | None:
     """The last ``Answer:`` line with a value; a bare label takes the next line that has one."""
-    found: _Span | None = None
-    for label in _LABEL.finditer(text):
+    for label in reversed(list(_LABEL.finditer(text))):
         start, end, value = label.start(), label.end(), label.group("value")
         if _ONLY_MARKUP.fullmatch(value):
             start, end, value = _next_line(text, end)
         if value and not re.search(r"\\(?:boxed|fbox)(?![A-Za-z])", value):  # a box speaks for itself
-            found = _Span(start, None if cut and end == len(text) else value)
-    return found
+            return _Span(start, None if cut and end == len(text) else value)
+    return None
 
 
 def _next_line(text: str, end: int) -> tuple[int, int, str]:

@@ -50,8 +50,8 @@ def test_results_come_back_in_order_while_a_bad_one_is_still_running(scripted: R
 
 @pytest.mark.parametrize(
     ("text", "named"),
-    [("nan", "nan"), ("inf", "inf"), ("none", "None"), ("word", "'1.0'"), ("raise", "KeyError"), ("die", "exit code 3"),
-     ("exit", "exit code 0"), ("hog", "MemoryError")],
+    [("nan", "nan"), ("inf", "inf"), ("none", "None"), ("word", "'1.0'"), ("raise", "KeyError"),
+     ("die", "exit code 3"), ("exit", "exit code 0"), ("hog", "MemoryError")],
 )  # fmt: skip
 def test_h03_a_function_that_fails_is_a_fault_and_not_a_reward(
     scripted: RewardPool, text: str, named: str
