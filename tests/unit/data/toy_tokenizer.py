@@ -31,7 +31,8 @@ CHAT = (
 
 
 def toy_tokenizer(*, adds_bos: bool = True, chat_template: str | None = CHAT) -> Any:
-    core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
+    vocabulary = {word: index for index, word in enumerate(WORDS)}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if adds_bos:
         core.post_processor = processors.TemplateProcessing(

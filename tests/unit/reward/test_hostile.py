@@ -64,9 +64,12 @@ def test_large_but_honest_formulas_are_not_refused(text: str) -> None:
 
 
 PIECES = st.sampled_from(
-    ["\\boxed{", "\\frac{", "\\sqrt{", "}", "{", "34", "1", "0", "x", "^", "_", "!", "\\pm ", ",", "(", ")", "[",
-     "]", "\\cup ", "\\le ", "=", "\\text{ and }", "\\begin{pmatrix}", "\\end{pmatrix}", "&", "\\\\", "\\%",
-     "\\infty", "-", "/", ".", ":", "\\sum_{k=1}^{9}", "Answer: ", "\n", "</think>", "$", " ", "\\sin ", "é", "\x00"]
+    [
+        "\\boxed{", "\\frac{", "\\sqrt{", "}", "{", "34", "1", "0", "x", "^", "_", "!", "\\pm ", ",",
+        "(", ")", "[", "]", "\\cup ", "\\le ", "=", "\\text{ and }", "\\begin{pmatrix}",
+        "\\end{pmatrix}", "&", "\\\\", "\\%", "\\infty", "-", "/", ".", ":", "\\sum_{k=1}^{9}",
+        "Answer: ", "\n", "</think>", "$", " ", "\\sin ", "é", "\x00",
+    ]
 )  # fmt: skip
 REPLIES = st.one_of(
     st.text(max_size=60),

@@ -73,9 +73,7 @@ def test_a_response_too_slow_twice_is_wrong_and_counted_and_costs_two_deadlines(
     assert 2 * DEADLINE_S <= time.monotonic() - start < 2 * DEADLINE_S + 15
 
 
-def test_a_response_that_is_slow_only_once_gets_its_reward_on_the_retry(
-    scripted: RewardPool, tmp_path: Path
-) -> None:
+def test_a_response_slow_only_once_gets_its_reward_on_the_retry(scripted: RewardPool, tmp_path: Path) -> None:
     before = scripted.timeouts
     (result,) = scripted.grade([sample(f"slow first:{tmp_path / 'marker'}")])
     assert result == RewardResult(1.0)
