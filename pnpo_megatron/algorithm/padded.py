@@ -16,9 +16,9 @@ from pnpo_megatron.algorithm.objective import (
     token_terms,
 )
 from pnpo_megatron.algorithm.presets import make_objective
-from pnpo_megatron.algorithm.ratios import check_same_shape, padded_ratio_stats
+from pnpo_megatron.algorithm.ratios import check_same_shape, count_tokens, padded_ratio_stats
 
-CHUNK_TOKENS = 1 << 17
+CHUNK_TOKENS = 1 << 19
 """Tokens whose temporaries live at once. Rows are independent, so this moves memory and time, not numbers."""
 
 
@@ -69,17 +69,28 @@ def _slope_and_value(
 ) -> tuple[Tensor, Tensor]:
     """The slope d loss / d log pi [B, T] and the loss, a few rows at a time."""
     dtype = torch.promote_types(torch.promote_types(policy_logprobs.dtype, old_logprobs.dtype), torch.float32)
-    shares = loss_shares(response_mask.sum(-1), objective.mean).to(dtype)[:, None]
+    lengths = count_tokens(response_mask)
+    shares = loss_shares(lengths, objective.mean).to(dtype)[:, None]
     advantages = advantages.to(dtype)[:, None]
-    scale = advantages * shares
-    slope = torch.empty(policy_logprobs.shape, dtype=dtype, device=policy_logprobs.device)
+    slope = torch.zeros(policy_logprobs.shape, dtype=dtype, device=policy_logprobs.device)
     value = torch.zeros((), dtype=torch.float64, device=policy_logprobs.device)
-    rows = max(1, CHUNK_TOKENS // max(1, policy_logprobs.shape[1]))
-    for start in range(0, policy_logprobs.shape[0], rows):
-        part = slice(start, start + rows)
-        mask = response_mask[part]
-        stats = padded_ratio_stats(policy_logprobs[part], old_logprobs[part], mask)
-        terms = token_terms(objective, stats, advantages[part])
-        slope[part] = loss_slope(terms, scale[part], mask)
-        value += surrogate_value(slope[part], policy_logprobs[part], mask)
+    for rows in lengths.argsort().split(max(1, CHUNK_TOKENS // max(1, slope.shape[1]))):
+        columns = _used_columns(response_mask[rows])
+        policy, old, mask = (x[:, columns][rows] for x in (policy_logprobs, old_logprobs, response_mask))
+        stats = padded_ratio_stats(policy, old, mask)
+        terms = token_terms(objective, stats, advantages[rows])
+        part = loss_slope(terms, advantages[rows] * shares[rows], mask)
+        value += surrogate_value(part, policy, mask)
+        slope[:, columns].index_copy_(0, rows, part)
     return slope, value.to(dtype)
+
+
+def _used_columns(response_mask: Tensor) -> slice:
+    """The columns from the first to the last True; all of them where asking would mean waiting for a device.
+
+    Rows come sorted by length: those of one chunk are about equally long, and little padding is computed.
+    """
+    if response_mask.device.type != "cpu" or response_mask.numel() == 0:
+        return slice(None)
+    used = response_mask.view(torch.uint8).amax(0).nonzero()
+    return slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(0, 0)

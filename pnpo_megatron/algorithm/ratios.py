@@ -66,7 +66,7 @@ def padded_ratio_stats(policy_logprobs: Tensor, old_logprobs: Tensor, response_m
         prefix_sum=prefix_sum,
         response_sum=prefix_sum[..., -1:],
         position=_positions(response_mask),
-        length=response_mask.sum(-1, keepdim=True).clamp_(min=1),
+        length=count_tokens(response_mask)[..., None].clamp_(min=1),
         compute_preceding_min=lambda: _preceding_min(token, response_mask),
     )
 
@@ -107,15 +107,20 @@ def check_same_shape(**tensors: Tensor) -> None:
             raise ValueError(f"{name} is {list(tensor.shape)}, but {first} is {list(reference.shape)}")
 
 
+def count_tokens(response_mask: Tensor) -> Tensor:
+    """[...] int32: True entries of each row."""
+    return response_mask.view(torch.uint8).sum(-1, dtype=torch.int32)  # the sum of a bool copies it to int64
+
+
 def _positions(response_mask: Tensor) -> Tensor:
     """[B, T] int t of every slot, at least 1; [T] where every row starts in column 0 and has no hole.
 
     The usual layout costs nothing then. Other devices would have to be waited for, so they always count.
     """
-    if response_mask.device.type == "cpu" and not bool(
-        (response_mask[..., 1:] > response_mask[..., :-1]).any()
-    ):
-        return torch.arange(1, response_mask.shape[-1] + 1)
+    if response_mask.device.type == "cpu" and response_mask.shape[-1] > 1:
+        starts = response_mask[..., 1:] > response_mask[..., :-1]
+        if not starts.view(torch.uint8).max():
+            return torch.arange(1, response_mask.shape[-1] + 1)
     return response_mask.cumsum(-1, dtype=torch.int32).clamp_(min=1)
 
 
