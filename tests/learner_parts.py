@@ -18,8 +18,20 @@ GATES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_learner(folder: Path, parallel: Any = None, *, optimizer: Any = None, **settings: Any) -> Any:
-    """A learner on this process's ranks; Megatron's groups are set up anew."""
+def make_learner(
+    folder: Path,
+    parallel: Any = None,
+    *,
+    optimizer: Any = None,
+    dtype: torch.dtype = torch.float32,
+    megatron: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Any:
+    """A learner on this process's ranks; Megatron's groups are set up anew.
+
+    `parallel` and `optimizer` are settings objects, `megatron` overrides TransformerConfig, `settings` are
+    LearnerSettings.
+    """
     from pnpo_megatron.convert.hf_folder import HfFolder
     from pnpo_megatron.convert.stream import load_hf_weights
     from pnpo_megatron.policy.learner import LearnerSettings, MegatronLearner
@@ -31,7 +43,7 @@ def make_learner(folder: Path, parallel: Any = None, *, optimizer: Any = None, *
     parallel = parallel or ParallelSettings()
     groups = initialize_parallel(parallel, seed=3)
     source = HfFolder(folder)
-    chunks = build_model(source.architecture, parallel, dtype=torch.float32)
+    chunks = build_model(source.architecture, parallel, dtype=dtype, **(megatron or {}))
     load_hf_weights(chunks, source, groups)
     optimizer = optimizer or OptimizerSettings(lr=0.0, warmup_steps=0, clip_grad=0.0, distributed=False)
     return MegatronLearner(chunks, source.architecture, groups, optimizer, LearnerSettings(**settings))

@@ -17,9 +17,9 @@ from pnpo_megatron.types import TrainSequence
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def write_model(folder: Path, **changes: Any) -> Path:
-    """A random Qwen2 with biases and norms perturbed."""
-    return save_hf_model(make_hf_model("qwen2", **{**SMALL, **changes}), folder)
+def write_model(folder: Path, family: str = "qwen2", **changes: Any) -> Path:
+    """A small random model with biases and norms perturbed."""
+    return save_hf_model(make_hf_model(family, **{**SMALL, **changes}), folder)
 
 
 @dataclass
@@ -39,8 +39,8 @@ class ReferencePolicy:
     """The same HF folder in transformers, float64, one sequence at a time."""
 
     def __init__(self, folder: Path, temperature: float = 1.0) -> None:
-        options = {"dtype": torch.float64, "attn_implementation": "eager"}
-        self.model = AutoModelForCausalLM.from_pretrained(folder, **options)
+        options = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **options)
         self.temperature = temperature
 
     def logprobs(self, ids: Tensor) -> Tensor:

@@ -83,6 +83,8 @@ def wrap_data_parallel(chunks: Sequence[Any], settings: OptimizerSettings) -> li
         use_distributed_optimizer=settings.distributed,
         check_for_nan_in_grad=False,  # a gradient that is not finite skips the update instead (GPU.md 13)
     )
+    for chunk in chunks:
+        _mark_copied_experts(chunk, config)
     wrapped = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
@@ -92,6 +94,19 @@ def wrap_data_parallel(chunks: Sequence[Any], settings: OptimizerSettings) -> li
         no_sync = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
     return wrapped
+
+
+def _mark_copied_experts(chunk: Any, config: Any) -> None:
+    """Let tensor-parallel ranks add up the gradients of experts that each of them holds whole.
+
+    Under sequence parallelism each rank feeds its copy with its own tokens. Megatron reduces experts over the
+    ranks that share them only if they are split (layers.py:886); unsplit ones would drift apart without a word.
+    """
+    copied = config.tensor_model_parallel_size > config.expert_tensor_parallel_size
+    if config.num_moe_experts is not None and copied and config.expert_model_parallel_size == 1:
+        for name, parameter in chunk.named_parameters():
+            if ".experts." in name:
+                parameter.allreduce = False
 
 
 def make_optimizer(

@@ -1,0 +1,82 @@
+"""Mixtures of experts: the policy gradient is a plain sum; auxiliary losses keep their scale when split."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from learner_parts import GATES, make_learner, random_sequences, share
+
+from pnpo_megatron.algorithm.presets import make_objective
+from pnpo_megatron.types import TrainSequence
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "DP2": {},
+    "EP2": {"expert": 2},
+    "CP2": {"context": 2},
+    "TP2+SP": {"tensor": 2, "sequence": True},
+    "TP2+SP+EP2": {"tensor": 2, "sequence": True, "expert": 2},
+    "PP2": {"pipeline": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from reference_policy import write_model
+
+    return write_model(tmp_path_factory.mktemp("model") / "hf", "mixtral")
+
+
+def run(
+    folder: Path, sequences: list[TrainSequence], layouts: dict[str, Any], megatron: dict[str, Any]
+) -> Any:
+    """Layout -> metrics of one pnpo update, a few sequences a micro-batch."""
+    from pnpo_megatron.policy.process_groups import ParallelSettings
+
+    found = {}
+    for name, layout in layouts.items():
+        learner = make_learner(folder, ParallelSettings(**layout), megatron=megatron, max_tokens=32)
+        objective = make_objective("pnpo", **GATES["pnpo"])
+        found[name] = learner.update(share(sequences, "response"), objective, step=1)
+    return found
+
+
+def test_h22_loss_and_gradient_norm_of_experts_are_the_formulas_under_every_split(
+    spawn: Any, folder: Path
+) -> None:
+    from reference_policy import ReferencePolicy
+
+    policy = ReferencePolicy(folder)
+    sequences = policy.drifted(random_sequences(9, seed=1), 0.05, seed=2)
+    reference = policy.update(sequences, "pnpo")
+    norm = math.sqrt(sum(float(one.square().sum()) for one in reference.gradients.values()))
+    [alone] = spawn(run, 1, folder, sequences, {"one rank": {}}, {})
+    first, second = spawn(run, 2, folder, sequences, LAYOUTS, {}, timeout_s=120)
+    for found in (alone, first, second):
+        for layout, metrics in found.items():
+            assert abs(metrics["loss"] - reference.loss) / reference.scale < 5e-6, layout
+            assert metrics["grad_norm"] == pytest.approx(norm, rel=5e-6), layout
+
+
+def test_h22_the_scale_of_auxiliary_losses_does_not_depend_on_the_split(spawn: Any, folder: Path) -> None:
+    """TRAPS H22, GPU.md 11: with equal micro-batches their value is the same too, so the norms must agree."""
+    from reference_policy import ReferencePolicy
+
+    one = replace(random_sequences(1, seed=11)[0], advantage=1e-3)  # the auxiliary losses dominate
+    [one] = ReferencePolicy(folder).drifted([one], 0.001, seed=12)
+    megatron = {
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.1,
+        "moe_z_loss_coeff": 0.1,
+    }
+    sequences = [one] * 4
+    [without] = spawn(run, 1, folder, sequences, {"one rank": {}}, {})
+    [alone] = spawn(run, 1, folder, sequences, {"one rank": {}}, megatron)
+    wanted = alone["one rank"]["grad_norm"]
+    assert wanted > 10 * without["one rank"]["grad_norm"]
+    for found in spawn(run, 2, folder, sequences, LAYOUTS, megatron, timeout_s=120):
+        for layout, metrics in found.items():
+            assert metrics["grad_norm"] == pytest.approx(wanted, rel=1e-5), layout
