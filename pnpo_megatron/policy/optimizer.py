@@ -99,8 +99,8 @@ def wrap_data_parallel(chunks: Sequence[Any], settings: OptimizerSettings) -> li
 def _mark_copied_experts(chunk: Any, config: Any) -> None:
     """Let tensor-parallel ranks add up the gradients of experts that each of them holds whole.
 
-    Under sequence parallelism each rank feeds its copy with its own tokens. Megatron reduces experts over the
-    ranks that share them only if they are split (layers.py:886); unsplit ones would drift apart without a word.
+    Under sequence parallelism each rank feeds its copy with its own tokens. Megatron reduces experts over
+    the ranks that share them only if they are split (layers.py:886); copies would drift apart in silence.
     """
     copied = config.tensor_model_parallel_size > config.expert_tensor_parallel_size
     if config.num_moe_experts is not None and copied and config.expert_model_parallel_size == 1:
