@@ -35,9 +35,9 @@ def process_server() -> Any:
 def spawn(process_server: Any) -> Spawn:
     """``spawn(function, ranks, *args, timeout_s=120)``: call it on every rank; the results, in rank order.
 
-    `function` is a module-level function of a test module. On every rank the default gloo group exists and all
-    generators are seeded; args and results are pickled. The first exception of any rank fails the test with
-    that rank's traceback and ends the others.
+    `function` is a module-level function of a test module. On every rank the default gloo group exists and
+    all generators are seeded; args and results are pickled. The first exception of any rank fails the test
+    with that rank's traceback and ends the others.
     """
 
     def run(function: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:

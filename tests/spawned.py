@@ -34,7 +34,7 @@ def seed_all(seed: int = 1234) -> None:
 def run_on_ranks(
     context: Any, function: Callable[..., Any], ranks: int, args: tuple[Any, ...], timeout_s: float
 ) -> list[Any]:
-    """Call ``function(*args)`` on every rank and return the results in rank order. Nothing outlives the call."""
+    """Call ``function(*args)`` on every rank; the results, in rank order. Nothing outlives the call."""
     # The parent holds the store, so no port is guessed and none can be taken in between.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes: list[Any] = []
@@ -88,13 +88,23 @@ def _receive(pipe: Connection) -> tuple[str | None, Any]:
 
 
 def rank_main(
-    pipe: Connection, rank: int, ranks: int, port: int, timeout_s: float, function: Callable[..., Any], args: Any
+    pipe: Connection,
+    rank: int,
+    ranks: int,
+    port: int,
+    timeout_s: float,
+    function: Callable[..., Any],
+    args: Any,
 ) -> None:
     """What each process runs."""
     os.setpgrp()
     torch.set_num_threads(1)
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
     )
     # A collective outside autograd gives wrong gradients in silence (TRAPS H17): never let that warning pass.
     warnings.filterwarnings("error", message=".*autograd kernel.*")

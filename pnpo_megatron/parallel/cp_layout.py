@@ -1,7 +1,7 @@
 """The zigzag layout of packed sequences over context-parallel ranks: integers only, no collectives.
 
-Each padded sequence is cut into 2C equal chunks; rank r of C holds chunk r, then chunk 2C-1-r. Under a causal mask
-that gives every rank the same work. C = 1 is the same rule: both halves, in order.
+Each padded sequence is cut into 2C equal chunks; rank r of C holds chunk r, then chunk 2C-1-r. Under a causal
+mask that gives every rank the same work. C = 1 is the same rule: both halves, in order.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from pnpo_megatron.parallel.groups import group_size
 
 
 def gather_first_dim(local: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Join equal shards along the first dimension, in rank order; the backward pass sums over ranks and scatters.
+    """Join equal shards along the first dimension, in rank order; the backward pass sums and scatters.
 
     Args:
         local: [n, ...], of the same shape on every rank.
@@ -30,12 +30,12 @@ class _GatherFirstDim(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         whole = local.new_empty(local.shape[0] * group_size(group), *local.shape[1:])
-        dist.all_gather_into_tensor(whole, local.contiguous(), group=group)
+        dist.all_gather_single(whole, local.contiguous(), group=group)
         return whole
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         local = grad.new_empty(grad.shape[0] // group_size(ctx.group), *grad.shape[1:])
-        dist.reduce_scatter_tensor(local, grad.contiguous(), group=ctx.group)
+        dist.reduce_scatter_single(local, grad.contiguous(), group=ctx.group)
         return local, None

@@ -41,50 +41,62 @@ class ParallelGroups:
 
     @property
     def tp_size(self) -> int:
+        """Tensor-parallel ranks."""
         return group_size(self.tp)
 
     @property
     def tp_rank(self) -> int:
+        """Index among them, the order of the shards."""
         return group_rank(self.tp)
 
     @property
     def pp_size(self) -> int:
+        """Pipeline stages."""
         return group_size(self.pp)
 
     @property
     def pp_rank(self) -> int:
+        """This rank's stage."""
         return group_rank(self.pp)
 
     @property
     def cp_size(self) -> int:
+        """C."""
         return group_size(self.cp)
 
     @property
     def cp_rank(self) -> int:
+        """r, which zigzag chunks this rank holds."""
         return group_rank(self.cp)
 
     @property
     def dp_size(self) -> int:
+        """Data-parallel ranks."""
         return group_size(self.dp)
 
     @property
     def dp_rank(self) -> int:
+        """Index among them."""
         return group_rank(self.dp)
 
     @property
     def ep_size(self) -> int:
+        """Expert-parallel ranks."""
         return group_size(self.ep)
 
     @property
     def world_size(self) -> int:
+        """Learner ranks."""
         return group_size(self.world)
 
     @property
     def world_rank(self) -> int:
+        """Index among them; rank 0 samples and writes."""
         return group_rank(self.world)
 
     @property
     def is_last_stage(self) -> bool:
+        """Whether log-probs and losses are computed here."""
         return self.pp_rank == self.pp_size - 1
 
 

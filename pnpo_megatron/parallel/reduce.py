@@ -18,7 +18,8 @@ def sum_over(values: Tensor, group: ProcessGroup | None) -> Tensor:
     """Elementwise sum of `values` over the ranks of `group`, on every rank; no gradient.
 
     The caller names the group whose ranks hold *different* parts of the total: `dp_cp` for token sums, `dp`
-    for what every context-parallel rank already holds whole. Give float64 or integers where order may not show.
+    for what every context-parallel rank already holds whole. Give float64 or integers where the order of
+    ranks may not show.
     """
     return _all_reduce(values, dist.ReduceOp.SUM, group)
 

@@ -1,10 +1,10 @@
 """Log-probs and entropy from hidden states, output layer included, without ever holding [T, V] logits.
 
-Both passes walk over blocks of tokens x vocabulary rows. The forward pass keeps a running maximum and sums, as
-flash attention does; the backward pass recomputes each block's logits and adds its share to both gradients. With
-the vocabulary sharded over tensor-parallel ranks, only [N] vectors cross: one maximum and one sum forward, and the
-[N, h] gradient of the hidden states backward. The collectives sit inside the autograd function, so every shard's
-gradient is complete.
+Both passes walk over blocks of tokens x vocabulary rows. The forward pass keeps a running maximum and sums,
+as flash attention does; the backward pass recomputes each block's logits and adds its share to both
+gradients. With the vocabulary sharded over tensor-parallel ranks, only [N] vectors cross: one maximum and one
+sum forward, and the [N, h] gradient of the hidden states backward. The collectives sit inside the autograd
+function, so every shard's gradient is complete.
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ _BLOCK_ELEMENTS = 16 * 2**20
 """Logits in one block: 64 MiB of float32."""
 _ROWS = 8192
 """Vocabulary rows in one block, at most: what a cast of bfloat16 weights to float32 holds at a time."""
+_KEPT_ELEMENTS = 64 * 2**20
+"""Logits kept for the backward pass, 256 MiB: what fits is not computed twice."""
+
+_Blocks = dict[tuple[int, int], Tensor]
+"""Logits of kept blocks, by their first token and row."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,8 @@ class Head:
     tp_group: ProcessGroup | None
     chunk_tokens: int
     partial_hidden_grad: bool
+    training: bool
+    """A backward pass will follow."""
 
     def valid_rows(self, weight: Tensor) -> tuple[int, int]:
         """(first vocabulary entry on this rank, how many of its rows are real)."""
@@ -65,8 +72,8 @@ def chunked_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """log softmax(hidden @ weight.T / temperature) at the labels, and the entropy of that distribution.
 
-    The product is float32 (bfloat16 logits are already rounded by 0.125 at magnitude 16). Where Megatron's DDP
-    gave the weight a `main_grad`, its gradient is accumulated there in place.
+    The product is float32 (bfloat16 logits are already rounded by 0.125 at magnitude 16). Where Megatron's
+    DDP gave the weight a `main_grad`, its gradient is accumulated there in place.
 
     Args:
         hidden: [N, h], the positions to score only, the same on every rank of tp_group.
@@ -80,8 +87,8 @@ def chunked_logprobs(
         partial_hidden_grad: leave the gradient of `hidden` unsummed over tp_group; for hidden states from
             `gather_first_dim`, whose own backward sums them.
     Returns:
-        (logprobs [N], entropy [N]), float32, nats. Communication: all-reduces of N and 3N floats forward and, if
-        not partial, of N*h backward.
+        (logprobs [N], entropy [N]), float32, nats. Communication: all-reduces of N and 3N floats forward and,
+        if not partial, of N*h backward.
     """
     if not temperature > 0:
         raise ValueError(f"temperature = {temperature}: log-probs are defined for temperatures above 0")
@@ -90,14 +97,17 @@ def chunked_logprobs(
             f"vocab_size = {vocab_size}, but the output layer has {weight.shape[0]} rows on each of "
             f"{group_size(tp_group)} ranks"
         )
-    head = Head(temperature, vocab_size, tp_group, chunk_tokens, partial_hidden_grad)
+    head = Head(temperature, vocab_size, tp_group, chunk_tokens, partial_hidden_grad, torch.is_grad_enabled())
     return _ChunkedLogprobs.apply(hidden, weight, labels, head)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-        target, log_total, entropy = _statistics(hidden, weight, labels, head)
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: Head
+    ) -> tuple[Tensor, Tensor]:
+        ctx.kept = {}
+        target, log_total, entropy = _statistics(hidden, weight, labels, head, ctx.kept)
         ctx.save_for_backward(hidden, weight, labels, log_total, entropy)
         ctx.head = head
         ctx.parameter = weight  # main_grad and its flags are attributes of this very object
@@ -113,7 +123,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         head: Head = ctx.head
         first, rows = head.valid_rows(weight)
         main_grad = getattr(ctx.parameter, "main_grad", None) if ctx.needs_input_grad[1] else None
-        weight_grad = main_grad
+        weight_grad: Tensor | None = main_grad
         if main_grad is None and ctx.needs_input_grad[1]:
             weight_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         hidden_grad = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
@@ -125,8 +135,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
         for token, row in head.blocks(hidden.shape[0], rows):
             factor = _product_operand(weight[row])
+            logits = ctx.kept.pop((token.start, row.start), None)
             grad = _block_gradient(
-                _logits(hidden[token], factor, head.temperature),
+                _logits(hidden[token], factor, head.temperature) if logits is None else logits,
                 labels[token] - first - row.start,
                 grad_target[token],
                 None if grad_entropy is None else grad_entropy[token],
@@ -147,8 +158,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return hidden_grad.to(hidden.dtype), returned, None, None
 
 
-def _statistics(hidden: Tensor, weight: Tensor, labels: Tensor, head: Head) -> tuple[Tensor, Tensor, Tensor]:
-    """(target logit, log of the sum of exponentials, entropy), each [N] float32, complete over tp_group."""
+def _statistics(
+    hidden: Tensor, weight: Tensor, labels: Tensor, head: Head, kept: _Blocks
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(target logit, log of the sum of exponentials, entropy), each [N] float32, complete over tp_group.
+
+    The first blocks' logits are left in `kept`, as many as are worth their memory.
+    """
+    budget = _KEPT_ELEMENTS if head.training else 0
     count = hidden.shape[0]
     first, rows = head.valid_rows(weight)
     maximum = torch.full((count,), -torch.inf, dtype=torch.float32, device=hidden.device)
@@ -166,6 +183,9 @@ def _statistics(hidden: Tensor, weight: Tensor, labels: Tensor, head: Head) -> t
         exponentials = (logits - highest[:, None]).exp_()
         sums[0, token] += exponentials.sum(1)
         sums[1, token] += torch.linalg.vecdot(exponentials, logits)
+        if logits.numel() <= budget:
+            kept[token.start, row.start] = logits
+            budget -= logits.numel()
     if head.tp_group is not None and count:
         local = maximum.clone()
         dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=head.tp_group)
@@ -211,7 +231,9 @@ def _product_operand(matrix: Tensor) -> Tensor:
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """left @ right in float32."""
-    return torch.mm(left, right) if left.dtype == torch.float32 else torch.mm(left, right, out_dtype=torch.float32)
+    if left.dtype == torch.float32:
+        return torch.mm(left, right)
+    return torch.mm(left, right, out_dtype=torch.float32)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -229,6 +251,6 @@ def _already_accumulated(weight: Tensor) -> Tensor:
     pipeline stage adds its own to it (Megatron marks that weight `zero_out_wgrad`).
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    return torch.sparse_coo_tensor(
-        size=weight.shape, dtype=weight.dtype, device=weight.device, check_invariants=False
-    )
+    indices = torch.empty(2, 0, dtype=torch.int64, device=weight.device)
+    values = torch.empty(0, dtype=weight.dtype, device=weight.device)
+    return torch.sparse_coo_tensor(indices, values, weight.shape, check_invariants=False)

@@ -1,8 +1,8 @@
 """Causal core attention for packed sequences and context parallelism where TransformerEngine is absent.
 
 Keys and values are gathered over the context-parallel ranks and every chunk of queries attends to its own
-sequence up to itself. Sequences of similar length run in one call, padded at their ends: under a causal mask no
-real query can see a padded key.
+sequence up to itself. Sequences of similar length run in one call, padded at their ends: under a causal mask
+no real query can see a padded key.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LARGEST_MASK = 2**24
 def attention_spec_choice(
     cuda_available: bool | None = None, te_installed: bool | None = None
 ) -> Literal["te", "local"]:
-    """Which layer spec to build: TransformerEngine's where both it and a GPU are there, otherwise the local one.
+    """Which layer spec to build: TransformerEngine's where it and a GPU are there, otherwise the local one.
 
     Args:
         cuda_available, te_installed: what to decide for; None asks this machine.
@@ -58,7 +58,9 @@ class SdpaCoreAttention(torch.nn.Module):
         super().__init__()
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout:
-            raise ConfigError(f"attention_dropout = {dropout}: importance ratios need the same function twice; use 0")
+            raise ConfigError(
+                f"attention_dropout = {dropout}: importance ratios need the same function twice; use 0"
+            )
         if config.window_size is not None or config.softmax_type != "vanilla":
             raise ConfigError(
                 f"window_size = {config.window_size}, softmax_type = {config.softmax_type!r}: without "
@@ -80,7 +82,7 @@ class SdpaCoreAttention(torch.nn.Module):
         """Attend causally inside every sequence.
 
         Args:
-            query: packed [T, heads, d], or [s, b, heads, d]; local to this context-parallel rank, zigzag order.
+            query: packed [T, heads, d], or [s, b, heads, d]; local to this rank, zigzag order.
             key, value: the same with KV groups for heads.
             attention_mask, attn_mask_type: not read, the mask is causal.
             packed_seq_params: its `cu_seqlens_q` are the padded lengths of the whole sequences; None for
@@ -119,8 +121,8 @@ def packed_causal_attention(
     multiple = 1 if size == 1 else 2 * size
     if any(length % multiple for length in lengths) or sum(lengths) != query.shape[0] * size:
         raise ValueError(
-            f"{query.shape[0]} tokens on each of {size} context-parallel ranks do not hold sequences of padded "
-            f"lengths {lengths}; each has to be a multiple of {multiple}"
+            f"{query.shape[0]} tokens on each of {size} context-parallel ranks do not hold sequences of "
+            f"padded lengths {lengths}; each has to be a multiple of {multiple}"
         )
     plan = _plan(tuple(lengths), size, rank, query.device)
     if cp_group is not None:
@@ -202,7 +204,8 @@ def _plan(lengths: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.de
 
 
 def _call(chunks: list[_Chunk], natural: Tensor, device: torch.device) -> _Call:
-    slot, length, offset, begin = torch.tensor([(c.slot, c.length, c.offset, c.begin) for c in chunks]).T[..., None]
+    columns = torch.tensor([(c.slot, c.length, c.offset, c.begin) for c in chunks]).T
+    slot, length, offset, begin = columns[..., None]
     row, column = torch.arange(int(length.max())), torch.arange(int((offset + length).max()))
     queries = slot + torch.minimum(row, length - 1)
     keys = natural[begin + torch.minimum(column, offset + length - 1)]
@@ -240,5 +243,6 @@ def _groups(chunks: list[_Chunk]) -> list[list[_Chunk]]:
 def _worth_padding(chunks: list[_Chunk]) -> bool:
     padded = len(chunks) * max(c.length for c in chunks) * max(c.keys for c in chunks)
     real = sum(c.length * c.keys for c in chunks)
-    masked = any(c.offset for c in chunks)
-    return padded - real <= len(chunks) * _CALL_PAIRS + _PADDING * real and not (masked and padded > _LARGEST_MASK)
+    if any(c.offset for c in chunks) and padded > _LARGEST_MASK:
+        return False
+    return padded - real <= len(chunks) * _CALL_PAIRS + _PADDING * real

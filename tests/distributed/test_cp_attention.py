@@ -14,7 +14,11 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from pnpo_megatron.errors import ConfigError
 from pnpo_megatron.parallel.cp_layout import local_index
-from pnpo_megatron.policy.cp_attention import SdpaCoreAttention, attention_spec_choice, packed_causal_attention
+from pnpo_megatron.policy.cp_attention import (
+    SdpaCoreAttention,
+    attention_spec_choice,
+    packed_causal_attention,
+)
 
 HEADS, GROUPS, WIDTH, SCALE = 6, 2, 8, 0.3
 PACKS = [[16], [8, 8, 8], [32, 8, 16, 8, 8], [80, 8, 400, 16], [48, 40, 56, 48, 40]]
@@ -50,7 +54,9 @@ def run(lengths: list[int], cp_size: int, cp_rank: int, group: Any) -> tuple[Ten
     out.backward(grad)
     with torch.no_grad():
         again = packed_causal_attention(*leaves, lengths, SCALE, group)
-    assert torch.equal(out, again)  # the same kernel with and without gradients: weights at update 1 are exactly 1
+    assert torch.equal(
+        out, again
+    )  # the same kernel with and without gradients: weights at update 1 are exactly 1
     return here, [out.detach(), *(x.grad for x in leaves)]  # type: ignore[misc]
 
 
@@ -130,6 +136,8 @@ def test_lengths_that_do_not_fill_the_tokens_are_refused() -> None:
         packed_causal_attention(query, key, value, [8, 4], SCALE, None)
 
 
-@pytest.mark.parametrize(("cuda", "te", "choice"), [(True, True, "te"), (True, False, "local"), (False, True, "local")])
+@pytest.mark.parametrize(
+    ("cuda", "te", "choice"), [(True, True, "te"), (True, False, "local"), (False, True, "local")]
+)
 def test_transformer_engine_is_chosen_where_it_and_a_gpu_are_there(cuda: bool, te: bool, choice: str) -> None:
     assert attention_spec_choice(cuda_available=cuda, te_installed=te) == choice

@@ -38,7 +38,7 @@ def poisoned(value: float, at: int) -> Response:
 
 
 def batch() -> list[Response]:
-    """Short ones, one that lies on one rank, one with nothing to train, masked tokens in between, a long drift."""
+    """Short ones, one on one rank, one with nothing to train, masked tokens in between, NaN and infinity."""
     return [
         *(response(5, length) for length in (1, 2, 3)),
         response(70, 2),
@@ -133,10 +133,14 @@ def in_every_order() -> list[dict[str, Tensor]]:
 
 
 def long_one() -> dict[str, Tensor]:
-    return scanned([response(100, 15_360, drift=0.05)], dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+    return scanned(
+        [response(100, 15_360, drift=0.05)], dist.get_world_size(), dist.get_rank(), dist.group.WORLD
+    )
 
 
-def whole(parts: list[dict[str, Tensor]], responses: list[Response], cp_size: int) -> list[dict[str, list[float]]]:
+def whole(
+    parts: list[dict[str, Tensor]], responses: list[Response], cp_size: int
+) -> list[dict[str, list[float]]]:
     """The ranks' results joined and cut into responses, padding left out."""
     sizes = [padded_length(len(slots), cp_size) for slots in responses]
     joined = {}
@@ -199,15 +203,16 @@ def test_h20_the_reference_vector() -> None:
 def bytes_sent() -> list[int]:
     """Bytes that this rank puts into each all-gather, without the prefix minimum and with it."""
     sizes: list[int] = []
-    gather = dist.all_gather_into_tensor
+    gather = dist.all_gather_single
 
     def counting(output: Tensor, own: Tensor, **kwargs: Any) -> None:
         sizes.append(own.numel() * own.element_size())
         gather(output, own, **kwargs)
 
     arrays, chunks, _ = pack([response(4, 300), response(4, 20)], dist.get_world_size(), dist.get_rank())
-    with mock.patch.object(scan.dist, "all_gather_into_tensor", counting), mock.patch.object(
-        scan.dist, "all_reduce", side_effect=AssertionError
+    with (
+        mock.patch.object(dist, "all_gather_single", counting),
+        mock.patch.object(dist, "all_reduce", side_effect=AssertionError),
     ):
         stats = ratio_stats(*arrays, chunks, dist.group.WORLD)
         assert stats.prefix_sum is not None

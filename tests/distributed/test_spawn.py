@@ -39,7 +39,8 @@ def test_results_come_back_in_rank_order(spawn: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "message"), [(fail_on_rank_one, "the cause"), (die_on_rank_zero, "rank 0 of 2: the process died")]
+    ("function", "message"),
+    [(fail_on_rank_one, "the cause"), (die_on_rank_zero, "rank 0 of 2: the process died")],
 )
 def test_a_failing_rank_is_named_while_its_peers_wait(spawn: Any, function: Any, message: str) -> None:
     start = time.monotonic()

@@ -63,7 +63,9 @@ def every_case() -> dict[str, list[Tensor]]:
             chunk_tokens=10,
             partial_hidden_grad=sequence_parallel,
         )
-        torch.autograd.backward([logprobs, entropy][: 1 + with_entropy], [grad, grad_entropy][: 1 + with_entropy])
+        torch.autograd.backward(
+            [logprobs, entropy][: 1 + with_entropy], [grad, grad_entropy][: 1 + with_entropy]
+        )
         assert local.grad is not None and rows.grad is not None
         name = f"{with_entropy} {sequence_parallel}"
         results[name] = [logprobs.detach(), entropy.detach(), local.grad, rows.grad]
@@ -71,7 +73,9 @@ def every_case() -> dict[str, list[Tensor]]:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
-def test_h17_h24_values_and_gradients_do_not_know_how_the_vocabulary_was_cut(spawn: Any, tp_size: int) -> None:
+def test_h17_h24_values_and_gradients_do_not_know_how_the_vocabulary_was_cut(
+    spawn: Any, tp_size: int
+) -> None:
     """Targets on the first and the last rank, an ignored one, padding rows that would win every softmax."""
     results = spawn(every_case, tp_size)
     for with_entropy, sequence_parallel in itertools.product((True, False), repeat=2):
@@ -101,7 +105,9 @@ def gradient_of_the_published_case() -> Tensor:
 
 def test_h17_the_reference_gradient(spawn: Any) -> None:
     expected = torch.tensor([-0.64391426, 0.76311718, -0.08714432, -0.03205860])
-    torch.testing.assert_close(torch.cat(spawn(gradient_of_the_published_case, 2)), expected, rtol=0, atol=1e-7)
+    torch.testing.assert_close(
+        torch.cat(spawn(gradient_of_the_published_case, 2)), expected, rtol=0, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,7 +122,13 @@ def test_h24_columns_of_padding_do_not_enter_the_softmax(logits: list[float], ex
 
 
 def score(hidden: Tensor, weight: Tensor, labels: Tensor, **changes: Any) -> Tensor:
-    settings = {"temperature": TEMPERATURE, "vocab_size": VOCAB, "tp_group": None, "chunk_tokens": 10, **changes}
+    settings = {
+        "temperature": TEMPERATURE,
+        "vocab_size": VOCAB,
+        "tp_group": None,
+        "chunk_tokens": 10,
+        **changes,
+    }
     return chunked_logprobs(hidden, weight, labels, **settings)[0]
 
 
@@ -125,6 +137,18 @@ def test_scoring_and_training_give_the_same_bits() -> None:
     training = score(hidden.requires_grad_(), weight.requires_grad_(), labels)
     with torch.no_grad():
         assert torch.equal(score(hidden, weight, labels), training)
+
+
+def test_keeping_logits_for_the_backward_pass_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, labels, grad, _ = inputs()
+    rows = weight.requires_grad_()
+    gradients = []
+    for budget in (0, 700, 10**6):  # none, the first block, all
+        monkeypatch.setattr(vocab_logprobs, "_KEPT_ELEMENTS", budget)
+        logprobs = score(hidden, rows, labels)
+        for _ in range(2):  # a second pass finds nothing kept
+            gradients += torch.autograd.grad(logprobs, rows, grad, retain_graph=True)
+    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
 
 
 def test_bfloat16_states_are_multiplied_in_float32() -> None:
@@ -181,7 +205,9 @@ def test_no_tensor_of_tokens_by_vocabulary_ever_exists(monkeypatch: pytest.Monke
     hidden = torch.randn(200, 8, requires_grad=True)
     weight = torch.randn(1000, 8, requires_grad=True)
     with LargestFloat() as largest:
-        score(hidden, weight, torch.randint(0, 1000, (200,)), vocab_size=1000, chunk_tokens=50).sum().backward()
+        score(
+            hidden, weight, torch.randint(0, 1000, (200,)), vocab_size=1000, chunk_tokens=50
+        ).sum().backward()
     assert largest.elements <= 8000 < 200 * 1000
 
 
@@ -194,7 +220,10 @@ def test_no_position_to_score_gives_zero_gradients() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"temperature": 0.0}, "temperature = 0.0"), ({"vocab_size": 65}, "vocab_size = 65, .* 64 rows on each of 1")],
+    [
+        ({"temperature": 0.0}, "temperature = 0.0"),
+        ({"vocab_size": 65}, "vocab_size = 65, .* 64 rows on each of 1"),
+    ],
 )
 def test_settings_that_define_nothing_are_refused(changes: dict[str, Any], message: str) -> None:
     hidden, weight, labels, _, _ = inputs()
