@@ -239,6 +239,19 @@ def test_h14_only_the_first_update_on_a_batch_sees_weight_one():
     assert torch.equal(old, frozen)
 
 
+def test_the_loss_is_an_ordinary_node_of_the_graph():
+    """Scaled and added to itself, as Megatron does, and read once more."""
+    policy, old, mask = random_responses(3, 10)
+    advantages = torch.ones(3, dtype=torch.float64)
+    _, gradient = _padded("grpo", policy, old, advantages, mask)
+    policy.requires_grad_()
+    loss = policy_loss_padded("grpo", policy, old, advantages, mask)
+    loss.mul(3.0).backward(retain_graph=True)
+    torch.testing.assert_close(policy.grad, 3 * gradient, rtol=1e-15, atol=0)
+    loss.backward()
+    torch.testing.assert_close(policy.grad, 4 * gradient, rtol=1e-15, atol=0)
+
+
 def test_only_the_policy_log_probs_carry_a_gradient():
     policy, old, mask = random_responses(2, 6)
     policy.requires_grad_()
