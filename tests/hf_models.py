@@ -57,8 +57,13 @@ EXTRA: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3": {"head_dim": 16},
-    "qwen3_moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-                  "norm_topk_prob": True},
+    "qwen3_moe": {
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
 }
 OTHER_FILES = {
     "tokenizer.json": '{"version": "1.0", "added_tokens": []}',

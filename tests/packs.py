@@ -11,7 +11,8 @@ from pnpo_megatron.types import PackedBatch
 
 
 def pack(sequences: Sequence[Tensor], multiple: int = 1) -> PackedBatch:
-    """Sequences end to end for one context-parallel rank, each padded to a multiple; labels are the next tokens."""
+    """Sequences end to end for one context-parallel rank, each padded to a multiple; labels are the next
+    tokens."""
     padded = [torch.cat([ids, ids.new_zeros(-len(ids) % multiple)]) for ids in sequences]
     lengths = torch.tensor([len(ids) for ids in padded])
     tokens = torch.cat(padded)

@@ -1,4 +1,5 @@
-"""Supervised updates of a tiny model with Megatron's own schedules: enough to move every weight and every moment."""
+"""Supervised updates of a tiny model with Megatron's own schedules: enough to move every weight and every
+moment."""
 
 from __future__ import annotations
 
@@ -14,13 +15,24 @@ from torch import Tensor
 class TinyRun:
     """Model, optimizer and one update on random sequences that depend only on the update's number."""
 
-    def __init__(self, folder: Path, sizes: dict[str, Any], *, dtype: torch.dtype = torch.float32, load: bool = True,
-                 **optimizer: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        sizes: dict[str, Any],
+        *,
+        dtype: torch.dtype = torch.float32,
+        load: bool = True,
+        **optimizer: Any,
+    ) -> None:
         from pnpo_megatron.convert.hf_folder import HfFolder
         from pnpo_megatron.convert.stream import load_hf_weights
         from pnpo_megatron.policy.model import build_model
         from pnpo_megatron.policy.optimizer import OptimizerSettings, make_optimizer, wrap_data_parallel
-        from pnpo_megatron.policy.process_groups import ParallelSettings, initialize_parallel, release_parallel
+        from pnpo_megatron.policy.process_groups import (
+            ParallelSettings,
+            initialize_parallel,
+            release_parallel,
+        )
 
         release_parallel()
         parallel = ParallelSettings(**sizes)
@@ -44,7 +56,8 @@ class TinyRun:
         return [pack([one], multiple=4) for one in mine]
 
     def forward_backward(self, update: int) -> Tensor:
-        """Summed gradients in the buffers; the summed loss of this rank's tokens (0 before the last stage)."""
+        """Summed gradients in the buffers; the summed loss of this rank's tokens (0 before the last
+        stage)."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         from pnpo_megatron.policy.model import hidden_states

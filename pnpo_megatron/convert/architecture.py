@@ -1,8 +1,8 @@
 """What a config.json says about a model, checked before anything is built.
 
-Every key that changes the function a model computes is either represented in `Architecture` or refused by name.
-Both spellings of the rotary settings are read: ``rope_theta`` with ``rope_scaling``, and transformers 5's
-``rope_parameters`` (TRAPS H26).
+Every key that changes the function a model computes is either represented in `Architecture` or refused by
+name. Both spellings of the rotary settings are read: ``rope_theta`` with ``rope_scaling``, and transformers
+5's ``rope_parameters`` (TRAPS H26).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pnpo_megatron.errors import ConversionError
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary frequencies: ``kind`` is "default", "linear" or "llama3"; the rest is unused where it has no meaning."""
+    """Rotary frequencies; ``kind`` is "default", "linear" or "llama3", and says which fields count."""
 
     theta: float
     kind: str = "default"
@@ -31,7 +31,9 @@ class Rope:
 
     def inverse_frequencies(self, head_dim: int) -> Tensor:
         """[head_dim / 2] float32 angles per position, as transformers computes them."""
-        frequencies = 1.0 / (self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+        frequencies = 1.0 / (
+            self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+        )
         if self.kind == "linear":
             return frequencies / self.factor
         if self.kind == "llama3":
@@ -42,10 +44,14 @@ class Rope:
         """Long wavelengths are divided by ``factor``, short ones kept, those between blended."""
         wavelengths = 2 * math.pi / frequencies
         low, high = self.low_freq_factor, self.high_freq_factor
-        slowed = torch.where(wavelengths > self.original_positions / low, frequencies / self.factor, frequencies)
+        slowed = torch.where(
+            wavelengths > self.original_positions / low, frequencies / self.factor, frequencies
+        )
         smooth = (self.original_positions / wavelengths - low) / (high - low)
         blended = (1 - smooth) * slowed / self.factor + smooth * slowed
-        between = (wavelengths <= self.original_positions / low) & (wavelengths >= self.original_positions / high)
+        between = (wavelengths <= self.original_positions / low) & (
+            wavelengths >= self.original_positions / high
+        )
         return torch.where(between, blended, slowed)
 
 
@@ -145,8 +151,11 @@ def read_rope(config: HfConfig) -> Rope:
         raise config.refuse(key, "expected an object")
     thetas = [t for t in (values.get("rope_theta"), scaling.get("rope_theta")) if t is not None]
     if not thetas:
-        raise config.refuse("rope_theta", "neither rope_theta nor rope_parameters.rope_theta is there; add the one used "
-                            "in training (older Llama files that leave it out mean 10000.0)")
+        raise config.refuse(
+            "rope_theta",
+            "neither rope_theta nor rope_parameters.rope_theta is there; add the one used "
+            "in training (older Llama files that leave it out mean 10000.0)",
+        )
     if len({float(theta) for theta in thetas}) > 1:
         raise config.refuse("rope_theta", f"{key} says {scaling.get('rope_theta')}; make the two agree")
     if scaling.get("mrope_section"):
@@ -168,7 +177,9 @@ def _scaled_rope(config: HfConfig, key: str, theta: float, kind: Any, scaling: M
         low, high = number("low_freq_factor"), number("high_freq_factor")
         if high <= low:
             raise config.refuse(key, "high_freq_factor must be above low_freq_factor")
-        return Rope(theta, "llama3", number("factor"), low, high, int(number("original_max_position_embeddings")))
+        return Rope(
+            theta, "llama3", number("factor"), low, high, int(number("original_max_position_embeddings"))
+        )
     raise config.refuse(key, f"rope type {kind!r} is not supported; default, linear and llama3 are")
 
 
@@ -178,13 +189,17 @@ def refuse_what_no_family_has(config: HfConfig) -> None:
     if values.get("quantization_config"):
         method = values["quantization_config"].get("quant_method")
         raise ConversionError(
-            f"{config.source}: quantization_config.quant_method = {json_like(method)}: quantised weights cannot be trained; "
-            "use the folder with bfloat16 or float32 weights"
+            f"{config.source}: quantization_config.quant_method = {json_like(method)}: quantised weights "
+            "cannot be trained; use the folder with bfloat16 or float32 weights"
         )
     if values.get("auto_map"):
-        raise config.refuse("auto_map", "the model brings its own code, which is never run; use a model without it")
+        raise config.refuse(
+            "auto_map", "the model brings its own code, which is never run; use a model without it"
+        )
     if values.get("dual_chunk_attention_config"):
-        raise config.refuse("dual_chunk_attention_config", "dual chunk attention is not supported; use the plain model")
+        raise config.refuse(
+            "dual_chunk_attention_config", "dual chunk attention is not supported; use the plain model"
+        )
     if any(kind != "full_attention" for kind in values.get("layer_types") or ()):
         raise config.refuse("layer_types", "only full_attention layers are supported")
     for key in ("attention_bias", "mlp_bias"):
@@ -196,7 +211,9 @@ def refuse_what_no_family_has(config: HfConfig) -> None:
         raise config.refuse("hidden_act", "only silu is supported")
 
 
-def read_dense(config: HfConfig, family: str, *, qkv_bias: bool = False, qk_norm: bool = False) -> Architecture:
+def read_dense(
+    config: HfConfig, family: str, *, qkv_bias: bool = False, qk_norm: bool = False
+) -> Architecture:
     """The keys that all families share.
 
     Raises:
@@ -208,7 +225,9 @@ def read_dense(config: HfConfig, family: str, *, qkv_bias: bool = False, qk_norm
     if heads % kv_heads:
         raise config.refuse("num_key_value_heads", f"does not divide num_attention_heads = {heads}")
     if config.values.get("head_dim") is None and hidden % heads:
-        raise config.refuse("num_attention_heads", f"does not divide hidden_size = {hidden}, and head_dim is absent")
+        raise config.refuse(
+            "num_attention_heads", f"does not divide hidden_size = {hidden}, and head_dim is absent"
+        )
     head_dim = config.integer("head_dim", default=hidden // heads)
     if head_dim % 2:
         raise config.refuse("head_dim", "must be even: rotary positions turn pairs")

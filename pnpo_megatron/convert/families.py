@@ -10,7 +10,9 @@ from pnpo_megatron.convert.architecture import Architecture, HfConfig
 from pnpo_megatron.convert.family import EMBEDDING, FINAL_NORM, HEAD, Family, Row, shape_of
 from pnpo_megatron.errors import ConversionError
 
-FAMILIES = {module.FAMILY.model_type: module.FAMILY for module in (llama, mistral, mixtral, qwen2, qwen3, qwen3_moe)}
+FAMILIES = {
+    module.FAMILY.model_type: module.FAMILY for module in (llama, mistral, mixtral, qwen2, qwen3, qwen3_moe)
+}
 
 
 def family_of(config: HfConfig) -> Family:
@@ -23,7 +25,9 @@ def family_of(config: HfConfig) -> Family:
     if family is None:
         raise config.refuse("model_type", f"supported are {', '.join(sorted(FAMILIES))}")
     if config.values.get("architectures") not in (None, [family.architecture]):
-        raise config.refuse("architectures", f"supported for {family.model_type} is [{family.architecture!r}]")
+        raise config.refuse(
+            "architectures", f"supported for {family.model_type} is [{family.architecture!r}]"
+        )
     return family
 
 
@@ -42,7 +46,8 @@ def read_architecture(values: Mapping[str, Any], source: str = "config.json") ->
 
 
 def all_rows(arch: Architecture) -> Iterator[Row]:
-    """Every row of the whole model, filled in, in export order. A tied head has no row of its own (TRAPS H25)."""
+    """Every row of the whole model, filled in, in export order. A tied head has no row of its own (TRAPS
+    H25)."""
     yield EMBEDDING
     layer_rows = FAMILIES[arch.family].layer_rows(arch)
     for layer in range(arch.layers):
@@ -79,6 +84,7 @@ def check_tensor_parallel(arch: Architecture, size: int) -> None:
     if not fits(size):
         works = ", ".join(str(tp) for tp in range(1, arch.kv_heads + 1) if fits(tp))
         raise ConversionError(
-            f"parallel.tensor = {size} does not divide {arch.heads} query heads, {arch.kv_heads} key-value heads and "
+            f"parallel.tensor = {size} does not divide {arch.heads} query heads, {arch.kv_heads} key-value "
+            f"heads and "
             f"MLP width {arch.ffn}; use {works}"
         )

@@ -14,7 +14,8 @@ from pnpo_megatron.convert.layouts import GATE_UP, QKV, SINGLE, VOCAB, Layout
 
 @dataclass(frozen=True)
 class Row:
-    """HF tensors on one side, one Megatron parameter on the other. ``{layer}`` and ``{expert}`` are filled in by `at`."""
+    """HF tensors on one side, one Megatron parameter on the other. ``{layer}`` and ``{expert}`` are filled in
+    by `at`."""
 
     hf: tuple[str, ...]
     dims: tuple[str, ...]
@@ -43,7 +44,8 @@ class Family:
 
 
 def shape_of(dims: str, arch: Architecture) -> tuple[int, ...]:
-    """The sizes behind the letters: V vocabulary, h hidden, q and k projection widths, d head, f MLP, e experts, m expert MLP."""
+    """The sizes behind the letters: V vocabulary, h hidden, q and k projection widths, d head, f MLP, e
+    experts, m expert MLP."""
     experts = arch.experts
     sizes = {
         "V": arch.vocab,
@@ -70,7 +72,9 @@ def layer_row(hf: dict[str, str], megatron: str, layout: Layout, tp_dim: int | N
 
 
 def _qkv(kind: str, rest: str) -> Row:
-    hf = {f"self_attn.{part}_proj.{kind}": width + rest for part, width in (("q", "q"), ("k", "k"), ("v", "k"))}
+    hf = {
+        f"self_attn.{part}_proj.{kind}": width + rest for part, width in (("q", "q"), ("k", "k"), ("v", "k"))
+    }
     return layer_row(hf, f"self_attention.linear_qkv.{kind}", QKV, 0)
 
 
@@ -80,7 +84,9 @@ Q_NORM = layer_row({"self_attn.q_norm.weight": "d"}, "self_attention.q_layernorm
 K_NORM = layer_row({"self_attn.k_norm.weight": "d"}, "self_attention.k_layernorm.weight", SINGLE, None)
 ATTENTION_OUT = layer_row({"self_attn.o_proj.weight": "hq"}, "self_attention.linear_proj.weight", SINGLE, 1)
 MLP_NORM = layer_row({"post_attention_layernorm.weight": "h"}, "pre_mlp_layernorm.weight", SINGLE, None)
-MLP_IN = layer_row({"mlp.gate_proj.weight": "fh", "mlp.up_proj.weight": "fh"}, "mlp.linear_fc1.weight", GATE_UP, 0)
+MLP_IN = layer_row(
+    {"mlp.gate_proj.weight": "fh", "mlp.up_proj.weight": "fh"}, "mlp.linear_fc1.weight", GATE_UP, 0
+)
 MLP_OUT = layer_row({"mlp.down_proj.weight": "hf"}, "mlp.linear_fc2.weight", SINGLE, 1)
 
 
@@ -103,7 +109,10 @@ def expert_rows(arch: Architecture, block: str, gate: str, up: str, down: str) -
         *attention_rows(arch),
         layer_row({f"{block}.gate.weight": "eh"}, "mlp.router.weight", SINGLE, None),
         layer_row(
-            {f"{expert}.{gate}.weight": "mh", f"{expert}.{up}.weight": "mh"}, f"{megatron}.linear_fc1.weight", GATE_UP, 0
+            {f"{expert}.{gate}.weight": "mh", f"{expert}.{up}.weight": "mh"},
+            f"{megatron}.linear_fc1.weight",
+            GATE_UP,
+            0,
         ),
         layer_row({f"{expert}.{down}.weight": "hm"}, f"{megatron}.linear_fc2.weight", SINGLE, 1),
     )

@@ -1,4 +1,4 @@
-"""A Hugging Face model folder: config and tensors read lazily, a complete new folder written and published whole."""
+"""Hugging Face model folders: read lazily, written completely and published whole."""
 
 from __future__ import annotations
 
@@ -25,7 +25,16 @@ SINGLE_FILE = "model.safetensors"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _BUFFERS = (".rotary_emb.inv_freq",)  # computed from config.json; older folders store it
-_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
+_WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin",
+    ".bin.index.json",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".h5",
+)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -54,7 +63,9 @@ class HfFolder:
 
     def __post_init__(self) -> None:
         if not self.path.is_dir():
-            raise ConversionError(f"{self.path} is not a folder; point to one that holds config.json and safetensors")
+            raise ConversionError(
+                f"{self.path} is not a folder; point to one that holds config.json and safetensors"
+            )
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -71,7 +82,8 @@ class HfFolder:
         """The file of every tensor, as found in the files themselves.
 
         Raises:
-            ConversionError: no safetensors, a damaged one, or an index that disagrees with the files (TRAPS H27).
+            ConversionError: no safetensors, a damaged one, or an index that disagrees with the files (TRAPS
+                H27).
         """
         names = sorted(path.name for path in self.path.glob("*.safetensors"))
         if (self.path / INDEX).exists():
@@ -83,14 +95,18 @@ class HfFolder:
             claimed = None
         else:
             raise ConversionError(
-                f"{self.path} has {len(names)} safetensors files and no {INDEX}; save the model with save_pretrained"
+                f"{self.path} has {len(names)} safetensors files and no {INDEX}; "
+                "save the model with save_pretrained"
             )
         found = self._names_in(names)
         if claimed is not None and claimed != found:
-            odd = sorted(name for name in claimed.keys() | found.keys() if claimed.get(name) != found.get(name))
+            odd = sorted(
+                name for name in claimed.keys() | found.keys() if claimed.get(name) != found.get(name)
+            )
             raise ConversionError(
-                f"{self.path / INDEX} and the files it names disagree about {len(odd)} tensors, first {odd[0]}: the index "
-                f"says {claimed.get(odd[0], 'absent')}, found {found.get(odd[0], 'absent')}; fetch the folder again"
+                f"{self.path / INDEX} and the files it names disagree about {len(odd)} tensors, first "
+                f"{odd[0]}: the index says {claimed.get(odd[0], 'absent')}, found "
+                f"{found.get(odd[0], 'absent')}; fetch the folder again"
             )
         return found
 
@@ -100,7 +116,9 @@ class HfFolder:
             raise ConversionError(f"{self.path / INDEX} has no usable weight_map; fetch the folder again")
         outside = [name for name in weight_map.values() if Path(name).name != name]
         if outside:
-            raise ConversionError(f"{self.path / INDEX} names {outside[0]!r}, which is not a file name in that folder")
+            raise ConversionError(
+                f"{self.path / INDEX} names {outside[0]!r}, which is not a file name in that folder"
+            )
         return weight_map
 
     def _names_in(self, files: Sequence[str]) -> dict[str, str]:
@@ -108,7 +126,9 @@ class HfFolder:
         for file in files:
             for name in self._handle(file).keys():  # noqa: SIM118 - not a dict
                 if name in found:
-                    raise ConversionError(f"{name} is in both {found[name]} and {file} of {self.path}; fetch it again")
+                    raise ConversionError(
+                        f"{name} is in both {found[name]} and {file} of {self.path}; fetch it again"
+                    )
                 found[name] = file
         return found
 
@@ -118,7 +138,9 @@ class HfFolder:
             try:
                 self._open_files[file] = safe_open(path, framework="pt")
             except FileNotFoundError:
-                raise ConversionError(f"{path} is missing though the index names it; fetch it again") from None
+                raise ConversionError(
+                    f"{path} is missing though the index names it; fetch it again"
+                ) from None
             except (SafetensorError, OSError) as error:
                 raise ConversionError(f"{path} is damaged: {error}; fetch it again") from None
         return self._open_files[file]
@@ -134,17 +156,23 @@ class HfFolder:
             ConversionError: the folder does not have it, or the file is damaged.
         """
         if name not in self.files:
-            raise ConversionError(f"{name} is not in {self.path}, though its config.json calls for it; fetch it again")
+            raise ConversionError(
+                f"{name} is not in {self.path}, though its config.json calls for it; fetch it again"
+            )
         file = self.files[name]
         try:
             return self._handle(file).get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise ConversionError(f"{self.path / file} is damaged at {name}: {error}; fetch it again") from None
+            raise ConversionError(
+                f"{self.path / file} is damaged at {name}: {error}; fetch it again"
+            ) from None
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of one tensor, from the file's header."""
         if name not in self.files:
-            raise ConversionError(f"{name} is not in {self.path}, though its config.json calls for it; fetch it again")
+            raise ConversionError(
+                f"{name} is not in {self.path}, though its config.json calls for it; fetch it again"
+            )
         return tuple(self._handle(self.files[name]).get_slice(name).get_shape())
 
     def check_complete(self) -> None:
@@ -157,14 +185,16 @@ class HfFolder:
         for name, shape in expected.items():
             if self.shape(name) != shape:
                 raise ConversionError(
-                    f"{name} is {list(self.shape(name))}; the config.json beside it calls for {list(shape)}. Weights and "
-                    f"config.json in {self.path} come from different models: fetch both from one revision"
+                    f"{name} is {list(self.shape(name))}; the config.json beside it calls for "
+                    f"{list(shape)}. Weights "
+                    f"and config.json in {self.path} come from different models: fetch both from one revision"
                 )
         extra = [name for name in self.names() if name not in expected and not name.endswith(_BUFFERS)]
         if extra:
             tied = " (tie_word_embeddings = true allows no lm_head)" if extra == ["lm_head.weight"] else ""
             raise ConversionError(
-                f"{self.path} holds {len(extra)} tensors that its config.json has no place for, first {extra[0]}{tied}; "
+                f"{self.path} holds {len(extra)} tensors that its config.json has no place for, first "
+                f"{extra[0]}{tied}; "
                 "dropping them would change the model, so nothing was converted"
             )
 
@@ -178,14 +208,17 @@ class HfFolder:
         known = {code: dtype for dtype, code in _CODES.items()}
         if len(codes) != 1 or not codes <= known.keys():
             raise ConversionError(
-                f"{self.path} stores {', '.join(sorted(codes))}; state the dtype to convert to: float32 or bfloat16"
+                f"{self.path} stores {', '.join(sorted(codes))}; state the dtype to convert to: "
+                "float32 or bfloat16"
             )
         return known[codes.pop()]
 
     def other_files(self) -> list[Path]:
         """Every file that is not a weight file: they travel byte for byte (TRAPS H28)."""
         return sorted(
-            path for path in self.path.iterdir() if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES)
+            path
+            for path in self.path.iterdir()
+            if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES)
         )
 
 
@@ -235,8 +268,8 @@ def write_hf_folder(
 
     Args:
         target: the new folder.
-        source: the folder the model came from: its architecture says what must be written (TRAPS H27), and its
-            other files are copied byte for byte (TRAPS H28).
+        source: the folder the model came from: its architecture says what must be written (TRAPS H27), and
+            its other files are copied byte for byte (TRAPS H28).
         tensors: HF names and full tensors, one by one.
         dtype: float32 or bfloat16 for all of them; None keeps what comes.
         max_shard_bytes: size above which a new safetensors file is begun.
@@ -257,7 +290,9 @@ def write_hf_folder(
             shards.add(name, tensor if dtype is None else tensor.to(dtype))
             del expected[name]
         if expected:
-            raise ConversionError(f"{len(expected)} tensors of the model were not produced, first {min(expected)}")
+            raise ConversionError(
+                f"{len(expected)} tensors of the model were not produced, first {min(expected)}"
+            )
         shards.close()
         copy_other_files(source, folder, dtype or shards.dtype)
 
@@ -316,14 +351,16 @@ class _Shards:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """One safetensors file, forced to disk: an 8-byte header length, the JSON header, then the bytes in order."""
+    """One safetensors file, forced to disk: header length in 8 bytes, JSON header, then the data in order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in _CODES:
             raise ConversionError(f"{name} is {tensor.dtype}; float32, bfloat16 and float16 can be written")
         header[name] = {
-            "dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, offset + tensor.nbytes]
+            "dtype": _CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
         }
         offset += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -332,6 +369,6 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for tensor in tensors.values():
-            file.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+            file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())

@@ -25,7 +25,8 @@ class Sizes:
 
 
 def fuse_qkv(parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
-    """q [heads*d, ...], k and v [kv_heads*d, ...] to [(heads + 2*kv_heads)*d, ...], by key-value group (TRAPS H23).
+    """q [heads*d, ...], k and v [kv_heads*d, ...] to [(heads + 2*kv_heads)*d, ...], by key-value group (TRAPS
+    H23).
 
     With 4 query heads, 2 key-value heads and d = 1 the rows are q0 q1 k0 v0 q2 q3 k1 v1.
     """

@@ -13,7 +13,8 @@ def read(config: HfConfig) -> Architecture:
     if window is not None and not (isinstance(window, int) and window >= arch.max_positions):
         raise config.refuse(
             "sliding_window",
-            f"shorter than max_position_embeddings = {arch.max_positions} (4096 where absent); sliding windows are not "
+            f"shorter than max_position_embeddings = {arch.max_positions} (4096 where absent); sliding "
+            f"windows are not "
             "supported, only null is",
         )
     return arch

@@ -9,11 +9,16 @@ from pnpo_megatron.convert.family import Family, Row, expert_rows
 
 
 def read(config: HfConfig) -> Architecture:
-    """``intermediate_size`` is of dense layers, of which there are none; transformers 5 renamed ``num_experts``."""
+    """``intermediate_size`` is of dense layers, of which there are none; transformers 5 renamed
+    ``num_experts``."""
     values = config.values
     if config.flag("use_sliding_window"):
         raise config.refuse("use_sliding_window", "sliding windows are not supported; only false is")
-    for key, fine in (("mlp_only_layers", []), ("decoder_sparse_step", 1), ("shared_expert_intermediate_size", 0)):
+    for key, fine in (
+        ("mlp_only_layers", []),
+        ("decoder_sparse_step", 1),
+        ("shared_expert_intermediate_size", 0),
+    ):
         if values.get(key) not in (None, fine):
             raise config.refuse(key, f"only {fine} is supported: experts in every layer, none shared")
     if not config.flag("use_qk_norm", default=True):

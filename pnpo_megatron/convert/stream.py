@@ -36,11 +36,13 @@ def sizes_of(arch: Architecture, padded_vocab: int) -> Sizes:
     return Sizes(arch.heads, arch.kv_heads, arch.head_dim, arch.vocab, padded_vocab)
 
 
-def local_parameters(chunks: Iterable[nn.Module], arch: Architecture, groups: ParallelGroups) -> dict[str, nn.Parameter]:
+def local_parameters(
+    chunks: Iterable[nn.Module], arch: Architecture, groups: ParallelGroups
+) -> dict[str, nn.Parameter]:
     """This rank's parameters by their name in the whole model: layers and experts counted globally.
 
-    A wrapper's ``module.`` is dropped, TransformerEngine's norm names are Megatron's own, and the copy of a tied
-    embedding on the last stage is left out (`tied_copy` finds it).
+    A wrapper's ``module.`` is dropped, TransformerEngine's norm names are Megatron's own, and the copy of a
+    tied embedding on the last stage is left out (`tied_copy` finds it).
     """
     found: dict[str, nn.Parameter] = {}
     for chunk in chunks:
@@ -96,7 +98,8 @@ def load_hf_weights(chunks: Sequence[nn.Module], folder: HfFolder, groups: Paral
     Not collective: each rank reads what it holds.
 
     Raises:
-        ConversionError: a tensor of the folder or a parameter of the model is missing, extra or of another shape.
+        ConversionError: a tensor of the folder or a parameter of the model is missing, extra or of another
+            shape.
     """
     folder.check_complete()
     arch = folder.architecture
@@ -108,18 +111,23 @@ def load_hf_weights(chunks: Sequence[nn.Module], folder: HfFolder, groups: Paral
         for target in targets:
             _fill(target, row, folder, groups)
     if parameters:
-        raise ConversionError(f"{folder.path} has nothing for {len(parameters)} parameters, first {min(parameters)}")
+        raise ConversionError(
+            f"{folder.path} has nothing for {len(parameters)} parameters, first {min(parameters)}"
+        )
 
 
 def _fill(target: nn.Parameter, row: Row, folder: HfFolder, groups: ParallelGroups) -> None:
     arch = folder.architecture
-    padded = padded_vocab_of(arch, target, groups) if row.megatron in (EMBEDDING.megatron, HEAD.megatron) else 0
+    padded = (
+        padded_vocab_of(arch, target, groups) if row.megatron in (EMBEDDING.megatron, HEAD.megatron) else 0
+    )
     fused = row.layout.fuse([folder.tensor(name) for name in row.hf], sizes_of(arch, padded))
     if row.tp_dim is not None and not _is_expert(row):
         fused = shard(fused, row.tp_dim, groups.tp_size, groups.tp_rank, row.layout.blocks)
     if fused.shape != target.shape:
         raise ConversionError(
-            f"{row.megatron} is {list(target.shape)}; {', '.join(row.hf)} of {folder.path} give {list(fused.shape)}"
+            f"{row.megatron} is {list(target.shape)}; {', '.join(row.hf)} of {folder.path} give "
+            f"{list(fused.shape)}"
         )
     with torch.no_grad():
         target.copy_(fused)
@@ -140,12 +148,16 @@ class _Holder:
 
 
 def export_hf(
-    chunks: Sequence[nn.Module], arch: Architecture, groups: ParallelGroups, *, dtype: torch.dtype | None = None
+    chunks: Sequence[nn.Module],
+    arch: Architecture,
+    groups: ParallelGroups,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Every HF tensor of the model, whole, in layer order, the same on every rank.
 
-    Collective over tp, pp and ep: every rank must consume it to the end. Memory: one fused tensor at a time. A tied
-    head is not sent twice (TRAPS H25).
+    Collective over tp, pp and ep: every rank must consume it to the end. Memory: one fused tensor at a time.
+    A tied head is not sent twice (TRAPS H25).
 
     Args:
         chunks: this rank's model chunks, wrapped in DDP or not.
@@ -159,7 +171,9 @@ def export_hf(
     rows = list(all_rows(arch))
     odd = sorted(holders.keys() ^ {row.megatron for row in rows})
     if odd:
-        raise ConversionError(f"model and table of {arch.family} disagree about {len(odd)} parameters, first {odd[0]}")
+        raise ConversionError(
+            f"model and table of {arch.family} disagree about {len(odd)} parameters, first {odd[0]}"
+        )
     for row in rows:
         holder = holders[row.megatron]
         fused = _gather(parameters.get(row.megatron), row, holder, groups)
@@ -192,23 +206,27 @@ def _gather(parameter: nn.Parameter | None, row: Row, holder: _Holder, groups: P
             dist.all_gather(parts, full.contiguous(), group=groups.tp)
             full = unshard(parts, row.tp_dim, row.layout.blocks)
     if _is_expert(row):
-        full = _broadcast(full, holder.shape, holder, groups.ep, holder.ep_rank, here=groups.pp_rank == holder.pp_rank)
+        full = _broadcast(
+            full, holder.shape, holder, groups.ep, holder.ep_rank, here=groups.pp_rank == holder.pp_rank
+        )
     shape = list(holder.shape)
     if cut and row.tp_dim is not None:
         shape[row.tp_dim] *= groups.tp_size
-    return _broadcast(full, shape, holder, groups.pp, holder.pp_rank, here=True) if groups.pp else _present(full, row)
-
-
-def _present(full: Tensor | None, row: Row) -> Tensor:
-    if full is None:
-        raise ConversionError(f"{row.megatron} is on no rank of this pipeline")
+    full = _broadcast(full, shape, holder, groups.pp, holder.pp_rank, here=True)
+    assert full is not None, row.megatron  # a rank without it is in a group with its holder
     return full
 
 
 def _broadcast(
-    full: Tensor | None, shape: Sequence[int], holder: _Holder, group: dist.ProcessGroup | None, source: int, *, here: bool
+    full: Tensor | None,
+    shape: Sequence[int],
+    holder: _Holder,
+    group: dist.ProcessGroup | None,
+    source: int,
+    *,
+    here: bool,
 ) -> Tensor | None:
-    """Send ``full`` from rank ``source`` of ``group`` to the others; ``here`` is false on ranks that stay out."""
+    """Send ``full`` from rank ``source`` of ``group``; ``here`` is false where no rank has it."""
     if group is None or not here:
         return full
     if full is None:
@@ -219,4 +237,8 @@ def _broadcast(
 
 
 def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )

@@ -1,8 +1,8 @@
 """Sharded checkpoints of model and optimizer, in Megatron's torch_dist format, published whole or not at all.
 
-A checkpoint folder holds Megatron's files, ``architecture.json`` (what the weights are of), optionally ``hf/``
-(config and tokenizer files, so that it can be converted back without its source), and what the caller adds, such
-as the run state.
+A checkpoint folder holds Megatron's files, ``architecture.json`` (what the weights are of), optionally
+``hf/`` (config and tokenizer files, so that it can be converted back without its source), and what the caller
+adds, such as the run state.
 """
 
 from __future__ import annotations
@@ -79,19 +79,23 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    folder: Path, chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer | None, groups: ParallelGroups
+    folder: Path,
+    chunks: Sequence[torch.nn.Module],
+    optimizer: MegatronOptimizer | None,
+    groups: ParallelGroups,
 ) -> None:
     """Fill model chunks, and the optimizer if one is given, from a checkpoint. Collective.
 
     Raises:
-        ConversionError: the checkpoint is of another architecture, incomplete, without the optimizer state that is
-            asked for (TRAPS H29), or its optimizer state belongs to another layout.
+        ConversionError: the checkpoint is of another architecture, incomplete, without the optimizer state
+            that is asked for (TRAPS H29), or its optimizer state belongs to another layout.
     """
     check_architecture(folder, unwrapped(chunks[0]).arch)  # type: ignore[arg-type]
     content = checkpoint_content(folder)
     if optimizer is not None and not content["has_optimizer"]:
         raise ConversionError(
-            f"{folder} has no optimizer state, so training cannot go on from it; give it as model.init to start anew"
+            f"{folder} has no optimizer state, so training cannot go on from it; give it as "
+            "model.init to start anew"
         )
     state = _sharded_state(chunks, optimizer, portable=bool(content["portable"]), is_loading=True)
     strict = StrictHandling.RAISE_ALL if optimizer is not None else StrictHandling.RAISE_UNEXPECTED
@@ -116,7 +120,9 @@ def checkpoint_content(folder: Path) -> dict[str, Any]:
         ConversionError: not a complete checkpoint of this project.
     """
     if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
-        raise ConversionError(f"{folder} is not a complete torch_dist checkpoint; point to a step_NNNNNN folder")
+        raise ConversionError(
+            f"{folder} is not a complete torch_dist checkpoint; point to a step_NNNNNN folder"
+        )
     state = dist_checkpointing.load_common_state_dict(str(folder))
     content: dict[str, Any] | None = dist_checkpointing.load_content_metadata(preloaded_state_dict=state)
     if not content or "has_optimizer" not in content:
@@ -134,13 +140,17 @@ def check_architecture(folder: Path, arch: Architecture) -> None:
     for key, value in asdict(arch).items():
         if found.get(key) != value:
             raise ConversionError(
-                f"{folder} holds a model with {key} = {found.get(key)}; the model built has {value}. Use the checkpoint of "
-                "this model, or the model folder it came from"
+                f"{folder} holds a model with {key} = {found.get(key)}; the model built has {value}. "
+                "Use the checkpoint of this model, or the model folder it came from"
             )
 
 
 def _sharded_state(
-    chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer | None, *, portable: bool, is_loading: bool
+    chunks: Sequence[torch.nn.Module],
+    optimizer: MegatronOptimizer | None,
+    *,
+    portable: bool,
+    is_loading: bool,
 ) -> dict[str, Any]:
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable" if portable else "dp_reshardable",
@@ -152,7 +162,9 @@ def _sharded_state(
         for index, chunk in enumerate(chunks)
     }
     if optimizer is not None:
-        state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=metadata)
+        state["optimizer"] = optimizer.sharded_state_dict(
+            dict(state), is_loading=is_loading, metadata=metadata
+        )
     return state
 
 
@@ -173,8 +185,8 @@ def _without_deprecations() -> Iterator[None]:
 
 
 def _use_in_process_queue() -> None:
-    """Megatron starts a manager process for write results, which re-imports the main program; for a save that is
-    waited for, the results never leave this process."""
+    """Megatron starts a manager process for write results, which re-imports the main program; for a save that
+    is waited for, the results never leave this process."""
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = queue.Queue()
 
@@ -188,7 +200,8 @@ def _write_side_files(partial: Path, arch: Architecture, source: HfFolder | None
 
 
 def _publish(partial: Path, folder: Path) -> None:
-    """Flush every file, then swap names; a folder of that name, left by a crash before ``latest`` moved, gives way."""
+    """Flush every file, then swap names; a folder of that name, left by a crash before ``latest`` moved,
+    gives way."""
     for path in [path for path in partial.rglob("*") if path.is_file()]:
         with path.open("rb") as file:
             os.fsync(file.fileno())

@@ -45,7 +45,8 @@ class Plan:
         return (
             f"family      {arch.family}, {arch.layers} layers, hidden {arch.hidden}, {arch.heads} heads, "
             f"{arch.kv_heads} key-value heads, vocabulary {arch.vocab}, {'tied' if arch.tied else 'untied'}\n"
-            f"parameters  {count:,} in {len(hf_shapes(arch))} tensors, {size / 2**20:,.1f} MiB as {self.dtype}\n"
+            f"parameters  {count:,} in {len(hf_shapes(arch))} tensors, {size / 2**20:,.1f} MiB as "
+            f"{self.dtype}\n"
             f"target      {self.out}"
         )
 
@@ -87,7 +88,9 @@ def stored_hf_files(megatron: Path) -> HfFolder:
         ConversionError: it was saved without them.
     """
     if not (megatron / HF_FILES / "config.json").is_file():
-        raise ConversionError(f"{megatron / HF_FILES} has no config.json; only checkpoints saved with it can be converted")
+        raise ConversionError(
+            f"{megatron / HF_FILES} has no config.json; only checkpoints saved with it can be converted"
+        )
     return HfFolder(megatron / HF_FILES)
 
 
@@ -150,8 +153,11 @@ def sequence_logits(model: PolicyModel, ids: Tensor) -> Tensor:
         return hidden.float() @ output_weight(model)[: model.arch.vocab].float().T
 
 
-def largest_differences(model: PolicyModel, hf: HfFolder, groups: ParallelGroups) -> Iterator[tuple[str, float]]:
-    """For every HF tensor, the largest absolute difference between a model and a folder; NaN where they differ in NaNs."""
+def largest_differences(
+    model: PolicyModel, hf: HfFolder, groups: ParallelGroups
+) -> Iterator[tuple[str, float]]:
+    """For every HF tensor, the largest absolute difference between a model and a folder; NaN where they
+    differ in NaNs."""
     for name, tensor in export_hf([model], hf.architecture, groups):
         wanted = hf.tensor(name).to(tensor.dtype)
         same = torch.equal(tensor, wanted)

@@ -1,9 +1,9 @@
 """AdamW on CPUs with the contract of TransformerEngine's and NVIDIA apex's FusedAdam.
 
 Megatron's distributed optimizer has two code paths: one for FusedAdam, where the step count lives in the
-parameter group, and one for torch.optim.AdamW, where every parameter has its own. Measured on 0.16.1, the second
-one shares a single step tensor between all parameters after a load, so each update advances it many times.
-With this class the CPU takes the first path, the one that runs on GPUs.
+parameter group, and one for torch.optim.AdamW, where every parameter has its own. Measured on 0.16.1, the
+second one shares a single step tensor between all parameters after a load, so each update advances it many
+times. With this class the CPU takes the first path, the one that runs on GPUs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class CpuFusedAdam(torch.optim.Optimizer):
         adam_w_mode: bool = True,
     ) -> None:
         if not adam_w_mode:
-            raise ValueError("adam_w_mode = False: only decoupled weight decay is supported on CPUs; use True")
+            raise ValueError(
+                "adam_w_mode = False: only decoupled weight decay is supported on CPUs; use True"
+            )
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
 """What Megatron-Core 0.16.1 needs to run on gloo without CUDA: explicit patches, in one place.
 
-`install` runs before any Megatron import and is never loaded where a GPU is there. Megatron names the CUDA device
-literally in many places; each patch below answers one of those calls with its CPU meaning.
+`install` runs before any Megatron import and is never loaded where a GPU is there. Megatron names the CUDA
+device literally in many places; each patch below answers one of those calls with its CPU meaning.
 `torch.cuda.is_available()` stays False, so code that asks first keeps taking its CPU branch.
 """
 
@@ -87,16 +87,36 @@ def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = Fals
 
 # (object, attribute, replacement, who calls it in megatron-core 0.16.1)
 _TORCH_PATCHES: tuple[tuple[Any, str, Any, str], ...] = (
-    (torch.cuda, "current_device", lambda: _CPU, "every parameter and buffer: layers.py:552, mappings.py:141"),
-    (torch.cuda, "manual_seed", lambda seed: torch.default_generator.manual_seed(seed), "RNG tracker, random.py"),
+    (
+        torch.cuda,
+        "current_device",
+        lambda: _CPU,
+        "every parameter and buffer: layers.py:552, mappings.py:141",
+    ),
+    (
+        torch.cuda,
+        "manual_seed",
+        lambda seed: torch.default_generator.manual_seed(seed),
+        "RNG tracker, random.py",
+    ),
     (torch.cuda, "get_rng_state", lambda device="cuda": torch.get_rng_state(), "RNG tracker, random.py:235"),
     (torch.cuda.random, "get_rng_state", lambda device="cuda": torch.get_rng_state(), "random.py:55"),
     (torch.cuda, "default_generators", _CpuGenerators(), "RNG tracker, random.py:97"),
     (torch.cuda, "_lazy_call", lambda call, **_: call(), "RNG tracker, random.py:111; imported by name"),
     (torch.cuda, "stream", _same_stream, "MoE all-to-all, token_dispatcher.py:871"),
-    (torch.cuda, "current_stream", lambda device=None: _NoStream(), "MoE all-to-all, token_dispatcher.py:871"),
+    (
+        torch.cuda,
+        "current_stream",
+        lambda device=None: _NoStream(),
+        "MoE all-to-all, token_dispatcher.py:871",
+    ),
     (torch.cuda, "Stream", _NoStream, "MoE all-to-all, token_dispatcher.py:445"),
-    (torch.cuda, "synchronize", lambda device=None: None, "batched p2p, p2p_communication.py:242; checkpoints"),
+    (
+        torch.cuda,
+        "synchronize",
+        lambda device=None: None,
+        "batched p2p, p2p_communication.py:242; checkpoints",
+    ),
     (torch, "zeros", _on_cpu(torch.zeros), "schedules.py:596, clip_grads.py:103"),
     (torch, "tensor", _on_cpu(torch.tensor), "optimizer.py:481, rope_utils.py:62"),
     (torch, "empty", _on_cpu(torch.empty), "checkpoint exchange between ranks"),

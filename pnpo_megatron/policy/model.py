@@ -1,5 +1,8 @@
-"""A Megatron GPTModel from an HF architecture. Its last stage returns hidden states, never logits:
-log-probs come from the chunked head (`parallel/vocab_logprobs.py`), which takes them and the output weight."""
+"""A Megatron GPTModel from an HF architecture.
+
+Its last stage returns hidden states, never logits: log-probs come from the chunked head
+(`parallel/vocab_logprobs.py`), which takes them and the output weight.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ from pnpo_megatron.policy.process_groups import ParallelSettings
 from pnpo_megatron.policy.spec import block_spec, has_transformer_engine
 from pnpo_megatron.types import PackedBatch
 
-_VOCAB_MULTIPLE = 128  # Megatron's own default; the same for all usual TP sizes, so checkpoints fit each other
+# Megatron's own default; the same for all usual tensor-parallel sizes, so checkpoints fit each other.
+_VOCAB_MULTIPLE = 128
 
 
 def padded_vocab_size(vocab: int, tensor_parallel: int) -> int:
@@ -34,7 +38,7 @@ def padded_vocab_size(vocab: int, tensor_parallel: int) -> int:
 
 
 def stage_layout(layers: int, pipeline: int, virtual: int) -> list[list[str]] | None:
-    """Which layers each (virtual) stage holds, or None where they divide evenly and Megatron's own split does.
+    """Which layers each (virtual) stage holds, or None where Megatron's own even split does.
 
     Otherwise the first and last stages, which also hold the tables, get the fewer layers.
 
@@ -44,8 +48,8 @@ def stage_layout(layers: int, pipeline: int, virtual: int) -> list[list[str]] | 
     stages = pipeline * virtual
     if stages > layers:
         raise ConfigError(
-            f"parallel.pipeline x virtual_pipeline = {pipeline} x {virtual} = {stages} stages for {layers} layers; "
-            f"use at most {layers}"
+            f"parallel.pipeline x virtual_pipeline = {pipeline} x {virtual} = {stages} stages for {layers} "
+            f"layers; use at most {layers}"
         )
     if layers % stages == 0:
         return None
@@ -59,7 +63,12 @@ def stage_layout(layers: int, pipeline: int, virtual: int) -> list[list[str]] | 
 
 
 def transformer_config(
-    arch: Architecture, parallel: ParallelSettings, *, dtype: torch.dtype, recompute: str = "none", **overrides: Any
+    arch: Architecture,
+    parallel: ParallelSettings,
+    *,
+    dtype: torch.dtype,
+    recompute: str = "none",
+    **overrides: Any,
 ) -> TransformerConfig:
     """Megatron's configuration of an architecture on a layout.
 
@@ -96,14 +105,15 @@ def transformer_config(
         "pipeline_dtype": dtype,
         # Packs differ in length, so stages tell each other the shape first.
         "variable_seq_lengths": parallel.pipeline > 1,
-        "moe_token_dispatcher_type": "alltoall",  # Megatron checks it for dense models too: the default fixes the length
-        # Without overlap, Megatron pairs the four messages of PP 2 with virtual stages wrongly, without a word.
+        # Checked for dense models too: the default dispatcher needs a fixed length.
+        "moe_token_dispatcher_type": "alltoall",
+        # Without overlap, Megatron silently mixes up the four messages of PP 2 with virtual stages.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         "calculate_per_token_loss": True,
-        # Every parameter is overwritten by the HF weights, and the loader checks that none is left out. Switching
-        # `perform_initialization` off instead would also leave out the marks by which the gradient norm tells
-        # tensor-parallel shards from copies.
+        # Every parameter is overwritten by the HF weights, and the loader checks that none is left out.
+        # Switching `perform_initialization` off instead would also leave out the marks by which the gradient
+        # norm tells tensor-parallel shards from copies.
         **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _leave_unset),
         "cuda_graph_scope": [],
         **overrides,
@@ -149,7 +159,9 @@ def _recompute_fields(recompute: str) -> dict[str, Any]:
 
 def _expert_fields(experts: Experts, parallel: ParallelSettings) -> dict[str, Any]:
     if experts.count % parallel.expert:
-        raise ConfigError(f"parallel.expert = {parallel.expert} does not divide the model's {experts.count} experts")
+        raise ConfigError(
+            f"parallel.expert = {parallel.expert} does not divide the model's {experts.count} experts"
+        )
     return {
         "num_moe_experts": experts.count,
         "moe_router_topk": experts.per_token,
@@ -176,7 +188,10 @@ class HiddenStatesHead(ColumnParallelLinear):
 
 
 class PolicyModel(GPTModel):
-    """A GPTModel whose last stage returns hidden states [1, T, hidden] (T / tensor under sequence parallelism)."""
+    """A GPTModel whose last stage returns hidden states, [1, T, hidden]; T / tensor of them under sequence
+    parallelism."""
+
+    output_layer: ColumnParallelLinear
 
     def __init__(self, arch: Architecture, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(
@@ -210,7 +225,12 @@ class PolicyModel(GPTModel):
 
 
 def build_model(
-    arch: Architecture, parallel: ParallelSettings, *, dtype: torch.dtype, recompute: str = "none", **overrides: Any
+    arch: Architecture,
+    parallel: ParallelSettings,
+    *,
+    dtype: torch.dtype,
+    recompute: str = "none",
+    **overrides: Any,
 ) -> list[PolicyModel]:
     """This rank's model chunks, one a virtual pipeline stage, with weights still to be loaded.
 
@@ -220,7 +240,9 @@ def build_model(
         ConfigError, ConversionError: a setting or architecture that cannot be built.
     """
     config = transformer_config(arch, parallel, dtype=dtype, recompute=recompute, **overrides)
-    virtual: Sequence[int | None] = range(parallel.virtual_pipeline) if parallel.virtual_pipeline > 1 else [None]
+    virtual: Sequence[int | None] = (
+        range(parallel.virtual_pipeline) if parallel.virtual_pipeline > 1 else [None]
+    )
     engine = has_transformer_engine()
     return [
         PolicyModel(
@@ -251,8 +273,8 @@ def hidden_states(model: torch.nn.Module, packed: PackedBatch) -> Tensor:
 
 
 def packed_seq_params(packed: PackedBatch) -> PackedSeqParams:
-    """Megatron's description of a pack: the padded lengths in all four fields, since padding lies at each sequence's
-    end, where attention is causal and the loss is 0."""
+    """Megatron's description of a pack: the padded lengths in all four fields, since padding lies at each
+    sequence's end, where attention is causal and the loss is 0."""
     lengths = packed.cu_seqlens
     return PackedSeqParams(
         qkv_format="thd",
@@ -266,6 +288,6 @@ def packed_seq_params(packed: PackedBatch) -> PackedSeqParams:
 
 
 def output_weight(model: torch.nn.Module) -> Tensor:
-    """[padded vocabulary / tensor, hidden] of a chunk on the last stage: the embedding's own where tied on one stage."""
+    """[padded vocabulary / tensor, hidden], of a chunk on the last stage: the embedding's own where tied."""
     policy: PolicyModel = unwrap_model(model)
     return policy.shared_embedding_or_output_weight() if policy.arch.tied else policy.output_layer.weight

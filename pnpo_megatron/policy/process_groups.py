@@ -36,7 +36,8 @@ class ParallelSettings:
         model = self.tensor * self.pipeline * self.context
         if world_size % model:
             raise ConfigError(
-                f"parallel.tensor x pipeline x context = {self.tensor} x {self.pipeline} x {self.context} = {model} does "
+                f"parallel.tensor x pipeline x context = {self.tensor} x {self.pipeline} x {self.context} = "
+                f"{model} does "
                 f"not divide the {world_size} ranks started; start a multiple of {model} ranks"
             )
         data = world_size // model
@@ -49,13 +50,15 @@ class ParallelSettings:
             raise ConfigError("parallel.sequence = true needs parallel.tensor above 1; set it to false")
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise ConfigError(
-                f"parallel.virtual_pipeline = {self.virtual_pipeline} needs parallel.pipeline above 1; set it to 1"
+                f"parallel.virtual_pipeline = {self.virtual_pipeline} needs parallel.pipeline above 1; set "
+                f"it to 1"
             )
         return data
 
 
 def start_distributed(timeout_s: float = 1800.0) -> None:
-    """Join the process group that torchrun or Slurm describe in the environment, or a group of this process alone.
+    """Join the process group that torchrun or Slurm describe in the environment, or a group of this process
+    alone.
 
     Collectives of CPU tensors go over gloo and, where there is a GPU, those of CUDA tensors over NCCL.
     """
@@ -69,7 +72,9 @@ def start_distributed(timeout_s: float = 1800.0) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
-def initialize_parallel(settings: ParallelSettings, *, seed: int, timeout_s: float = 1800.0) -> ParallelGroups:
+def initialize_parallel(
+    settings: ParallelSettings, *, seed: int, timeout_s: float = 1800.0
+) -> ParallelGroups:
     """Set up Megatron's groups and random state on the running torch.distributed.
 
     Args:
@@ -84,7 +89,9 @@ def initialize_parallel(settings: ParallelSettings, *, seed: int, timeout_s: flo
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=settings.tensor,
         pipeline_model_parallel_size=settings.pipeline,
-        virtual_pipeline_model_parallel_size=settings.virtual_pipeline if settings.virtual_pipeline > 1 else None,
+        virtual_pipeline_model_parallel_size=settings.virtual_pipeline
+        if settings.virtual_pipeline > 1
+        else None,
         context_parallel_size=settings.context,
         expert_model_parallel_size=settings.expert,
         expert_tensor_parallel_size=1,

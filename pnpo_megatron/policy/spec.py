@@ -19,8 +19,8 @@ from pnpo_megatron.policy.cp_attention import SdpaCoreAttention
 class RmsNorm(torch.nn.RMSNorm):
     """RMSNorm that works under sequence parallelism, which Megatron's torch norm refuses.
 
-    Each rank sees part of the tokens there, so the weight's gradient is a part too; the mark makes Megatron add
-    the parts over the tensor-parallel ranks.
+    Each rank sees part of the tokens there, so the weight's gradient is a part too; the mark makes Megatron
+    add the parts over the tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:

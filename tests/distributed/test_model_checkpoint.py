@@ -14,7 +14,9 @@ from torch import Tensor
 SAVED_AT, UPDATES = 2, 5  # the first update after a load uses no moment yet: three go on
 
 
-def unbroken(folder: Path, sizes: dict[str, Any], at: Path, *, portable: bool, **settings: Any) -> dict[str, Tensor]:
+def unbroken(
+    folder: Path, sizes: dict[str, Any], at: Path, *, portable: bool, **settings: Any
+) -> dict[str, Tensor]:
     """Five updates, saving after the second."""
     from pnpo_megatron.policy.checkpoint import save_checkpoint
 
@@ -26,7 +28,9 @@ def unbroken(folder: Path, sizes: dict[str, Any], at: Path, *, portable: bool, *
     return run.export()
 
 
-def resumed(folder: Path, sizes: dict[str, Any], at: Path, *, with_optimizer: bool = True, **settings: Any) -> dict[str, Tensor]:
+def resumed(
+    folder: Path, sizes: dict[str, Any], at: Path, *, with_optimizer: bool = True, **settings: Any
+) -> dict[str, Tensor]:
     """The last three of them, from the checkpoint."""
     from pnpo_megatron.policy.checkpoint import load_checkpoint
 
@@ -66,16 +70,22 @@ def two_ranks(folder: str, work: str) -> dict[str, Any]:
     whole = unbroken(source, {}, base / "dp2", portable=True, distributed=True)
     results = {"DP2 -> DP2": same(resumed(source, {}, base / "dp2", distributed=True), whole)}
     for name, sizes in {"TP2+SP": {"tensor": 2, "sequence": True}, "PP2": {"pipeline": 2}}.items():
-        results[f"DP2 -> {name}"] = same(resumed(source, sizes, base / "dp2", distributed=True), whole, atol=3e-6)
+        results[f"DP2 -> {name}"] = same(
+            resumed(source, sizes, base / "dp2", distributed=True), whole, atol=3e-6
+        )
     settings = {"distributed": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
     whole = unbroken(source, {}, base / "dp2-bucket", portable=False, **settings)
-    results["DP2 -> DP2, dp_reshardable, overlap"] = same(resumed(source, {}, base / "dp2-bucket", **settings), whole)
+    results["DP2 -> DP2, dp_reshardable, overlap"] = same(
+        resumed(source, {}, base / "dp2-bucket", **settings), whole
+    )
     return results
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return save_hf_model(make_hf_model("qwen2", tie_word_embeddings=True, num_hidden_layers=2), tmp_path / "hf")
+    return save_hf_model(
+        make_hf_model("qwen2", tie_word_embeddings=True, num_hidden_layers=2), tmp_path / "hf"
+    )
 
 
 def test_h29_one_rank_resumes_bitwise(spawn, folder, tmp_path):
@@ -89,4 +99,6 @@ def test_h21_h29_two_ranks_resume_bitwise_and_under_other_layouts(spawn, folder,
         assert len(results) == 4
     published = sorted(path.name for path in tmp_path.iterdir())
     assert published == ["dp2", "dp2-bucket", "hf"]  # nothing half-written is left
-    assert (tmp_path / "dp2" / "hf" / "chat_template.jinja").read_text() == (folder / "chat_template.jinja").read_text()
+    assert (tmp_path / "dp2" / "hf" / "chat_template.jinja").read_text() == (
+        folder / "chat_template.jinja"
+    ).read_text()

@@ -13,14 +13,19 @@ from pnpo_megatron.errors import UserError
 from pnpo_megatron.policy.conversion import hf_to_megatron, plan_hf_to_megatron
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-EXAMPLE = "example: python tools/checkpoint_convert/hf_to_megatron.py --hf models/Qwen2.5-1.5B --out ckpt/qwen --dry-run"
+EXAMPLE = (
+    "example: python tools/checkpoint_convert/hf_to_megatron.py --hf models/Qwen2.5-1.5B --out "
+    "ckpt/qwen --dry-run"
+)
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLE)
     made.add_argument("--hf", type=Path, required=True, help="folder with config.json and safetensors")
-    made.add_argument("--out", type=Path, required=True, help="checkpoint folder to write; loads under any layout")
+    made.add_argument(
+        "--out", type=Path, required=True, help="checkpoint folder to write; loads under any layout"
+    )
     made.add_argument("--dtype", choices=sorted(DTYPES), help="default: as stored")
     made.add_argument("--dry-run", action="store_true", help="read headers only and show the plan")
     made.add_argument("--overwrite", action="store_true", help="replace an existing target")

@@ -13,14 +13,21 @@ from pnpo_megatron.errors import UserError
 from pnpo_megatron.policy.conversion import megatron_to_hf, plan_megatron_to_hf
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-EXAMPLE = "example: python tools/checkpoint_convert/megatron_to_hf.py --megatron runs/pnpo/checkpoints/step_000150 --out hf/out"
+EXAMPLE = (
+    "example: python tools/checkpoint_convert/megatron_to_hf.py --megatron "
+    "runs/pnpo/checkpoints/step_000150 --out hf/out"
+)
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLE)
-    made.add_argument("--megatron", type=Path, required=True, help="checkpoint folder, of a run or of hf_to_megatron.py")
-    made.add_argument("--out", type=Path, required=True, help="HF folder to write, with config and tokenizer files")
+    made.add_argument(
+        "--megatron", type=Path, required=True, help="checkpoint folder, of a run or of hf_to_megatron.py"
+    )
+    made.add_argument(
+        "--out", type=Path, required=True, help="HF folder to write, with config and tokenizer files"
+    )
     made.add_argument("--dtype", choices=sorted(DTYPES), help="default: as stored")
     made.add_argument("--dry-run", action="store_true", help="read headers only and show the plan")
     made.add_argument("--overwrite", action="store_true", help="replace an existing target")

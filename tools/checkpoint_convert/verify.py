@@ -1,4 +1,4 @@
-"""Compare an HF folder with a Megatron checkpoint: every tensor, and logits and log-probs on a fixed sample."""
+"""Compare an HF folder with a Megatron checkpoint: every tensor, logits and log-probs of a sample."""
 
 from __future__ import annotations
 
@@ -41,9 +41,12 @@ def verify(hf: HfFolder, megatron: Path, tokens: int) -> bool:
     ids = sample(arch.vocab, tokens)
     with one_process() as groups:
         (model,) = load_model(megatron, torch.float32, groups)
-        wrong = [(name, gap) for name, gap in largest_differences(model, hf, groups) if not gap == 0.0]
+        gaps = largest_differences(model, hf, groups)
+        wrong = [(name, gap) for name, gap in gaps if gap != 0.0]  # a NaN is a difference
         ours = sequence_logits(model, ids)
-    reference = AutoModelForCausalLM.from_pretrained(hf.path, dtype=torch.float32, local_files_only=True).eval()
+    reference = AutoModelForCausalLM.from_pretrained(
+        hf.path, dtype=torch.float32, local_files_only=True
+    ).eval()
     with torch.no_grad():
         theirs = reference(ids[None]).logits[0].float()
     for name, gap in wrong:
@@ -51,10 +54,10 @@ def verify(hf: HfFolder, megatron: Path, tokens: int) -> bool:
     bound = EXPERTS_BOUND if arch.experts else DENSE_BOUND
     logits_gap = float((ours - theirs).abs().max())
     target = ids[1:, None]
-    gaps = (ours.log_softmax(-1) - theirs.log_softmax(-1))[:-1].gather(1, target).abs()
+    spread = (ours.log_softmax(-1) - theirs.log_softmax(-1))[:-1].gather(1, target).abs()
     print(f"tensors     {len(wrong)} differ")
     print(f"logits      differ by up to {logits_gap:.2g} over {tokens} tokens (bound {bound:g})")
-    print(f"log-probs   differ by up to {float(gaps.max()):.2g}, {float(gaps.mean()):.2g} on average")
+    print(f"log-probs   differ by up to {float(spread.max()):.2g}, {float(spread.mean()):.2g} on average")
     return not wrong and logits_gap <= bound
 
 

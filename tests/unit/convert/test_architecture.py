@@ -19,14 +19,27 @@ from pnpo_megatron.errors import ConversionError
 PUBLIC = Path(__file__).resolve().parents[4] / "shared" / "data" / "hf_configs"
 INDEX: dict[str, Any] = json.loads((PUBLIC / "index.json").read_text()) if PUBLIC.is_dir() else {}
 QWEN2 = {
-    "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 1536, "intermediate_size": 8960,
-    "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936,
-    "rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "rope_theta": 10000, "tie_word_embeddings": False,
-    "hidden_act": "silu", "use_sliding_window": False, "sliding_window": 4096,
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 131072,
+    "rope_theta": 10000,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "use_sliding_window": False,
+    "sliding_window": 4096,
 }
 
 
-@pytest.mark.skipif(not INDEX, reason="the public configs are not beside the project (../shared/data/hf_configs)")
+@pytest.mark.skipif(
+    not INDEX, reason="the public configs are not beside the project (../shared/data/hf_configs)"
+)
 @pytest.mark.parametrize("name", sorted(INDEX))
 def test_public_configs_of_known_families_convert_and_all_others_are_refused(name):
     config, expected = json.loads((PUBLIC / f"{name}.json").read_text()), INDEX[name]
@@ -51,7 +64,9 @@ def test_h27_names_and_shapes_are_what_transformers_saves(family, tied):
 
 
 @pytest.mark.parametrize(
-    "rope", [LLAMA3, {**LLAMA3, "factor": 8.0, "low_freq_factor": 2.0, "high_freq_factor": 8.0}], ids=["32", "8"]
+    "rope",
+    [LLAMA3, {**LLAMA3, "factor": 8.0, "low_freq_factor": 2.0, "high_freq_factor": 8.0}],
+    ids=["32", "8"],
 )
 def test_h26_llama3_frequencies_equal_transformers(rope):
     config = LlamaConfig(**{**SHAPE, "head_dim": 64, "rope_parameters": rope})
@@ -83,7 +98,10 @@ def test_h26_theta_is_read_in_either_spelling(spelling):
         ({"rope_theta": None}, r"rope_theta = absent or null: neither rope_theta nor rope_parameters"),
         ({"rope_parameters": {"rope_theta": 1e6}}, r"rope_theta = 10000: rope_parameters says 1000000.0"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, r"rope type 'yarn' is not supported"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"rope_scaling.low_freq_factor = absent or null"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            r"rope_scaling.low_freq_factor = absent or null",
+        ),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config\.quant_method = 'gptq'"),
         ({"auto_map": {"AutoModel": "modeling.X"}}, r"auto_map = .*never run"),
         ({"num_key_value_heads": 5}, r"num_key_value_heads = 5: does not divide num_attention_heads = 12"),

@@ -27,7 +27,9 @@ def stream(source: HfFolder):
 
 @pytest.mark.parametrize("max_shard_bytes", [60_000, 2**30])
 @pytest.mark.parametrize("tied", [False, True])
-def test_h25_h27_h28_a_written_folder_equals_its_source_and_loads_in_transformers(tmp_path, max_shard_bytes, tied):
+def test_h25_h27_h28_a_written_folder_equals_its_source_and_loads_in_transformers(
+    tmp_path, max_shard_bytes, tied
+):
     model = make_hf_model("qwen2", tie_word_embeddings=tied)
     source = HfFolder(save_hf_model(model, tmp_path / "hf", max_shard_size="60KB"))
     out = tmp_path / "out"
@@ -107,10 +109,19 @@ def rewrite(folder: Path, change) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("model.layers.1.self_attn.k_proj.bias"), r"layers\.1\.self_attn\.k_proj\.bias is not in"),
+        (
+            lambda t: t.pop("model.layers.1.self_attn.k_proj.bias"),
+            r"layers\.1\.self_attn\.k_proj\.bias is not in",
+        ),
         (lambda t: t.pop("lm_head.weight"), r"lm_head\.weight is not in"),
-        (lambda t: t.update({"model.norm.weight": torch.zeros(63)}), r"norm\.weight is \[63\].*calls for \[64\]"),
-        (lambda t: t.update({"model.visual.weight": torch.zeros(3)}), r"1 tensors .* first model\.visual\.weight"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(63)}),
+            r"norm\.weight is \[63\].*calls for \[64\]",
+        ),
+        (
+            lambda t: t.update({"model.visual.weight": torch.zeros(3)}),
+            r"1 tensors .* first model\.visual\.weight",
+        ),
     ],
 )
 def test_h27_folder_and_config_that_disagree_are_refused(tmp_path, change, message):

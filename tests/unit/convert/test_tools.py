@@ -1,4 +1,5 @@
-"""The converters as command lines: HF to Megatron and back byte for byte, and a verify that finds planted faults."""
+"""The converters as command lines: HF to Megatron and back byte for byte, and a verify that finds planted
+faults."""
 
 from __future__ import annotations
 

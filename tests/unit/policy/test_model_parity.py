@@ -1,4 +1,5 @@
-"""The Megatron model against transformers, in float32, through the product's own hidden states and chunked head."""
+"""The Megatron model against transformers, in float32, through the product's own hidden states and chunked
+head."""
 
 from __future__ import annotations
 
@@ -19,7 +20,13 @@ from pnpo_megatron.convert.stream import load_hf_weights
 from pnpo_megatron.errors import ConfigError, ConversionError
 from pnpo_megatron.parallel.groups import ParallelGroups
 from pnpo_megatron.parallel.vocab_logprobs import chunked_logprobs
-from pnpo_megatron.policy.model import build_model, hidden_states, output_weight, stage_layout, transformer_config
+from pnpo_megatron.policy.model import (
+    build_model,
+    hidden_states,
+    output_weight,
+    stage_layout,
+    transformer_config,
+)
 from pnpo_megatron.policy.process_groups import (
     ParallelSettings,
     initialize_parallel,
@@ -56,7 +63,8 @@ def groups() -> Iterator[ParallelGroups]:
 
 
 def sequences() -> list[Tensor]:
-    """One of 9 tokens and one that goes on past position 2,000, where a lost rope setting shows (TRAPS H26)."""
+    """One of 9 tokens and one that goes on past position 2,000, where a lost rope setting shows (TRAPS
+    H26)."""
     return [torch.randint(0, 131, (length,)) for length in (9, 2010)]
 
 
@@ -122,7 +130,9 @@ def test_h24_what_the_padding_rows_hold_does_not_matter(tied, groups, tmp_path):
         logprobs, _ = chunked_logprobs(
             hidden, output_weight(model), packed.labels, temperature=0.7, vocab_size=131, tp_group=None
         )
-    expected = torch.log_softmax(hf_logits(reference, ids).double() / 0.7, dim=-1)[:-1].gather(1, ids[1:, None])[:, 0]
+    expected = torch.log_softmax(hf_logits(reference, ids).double() / 0.7, dim=-1)[:-1].gather(
+        1, ids[1:, None]
+    )[:, 0]
     torch.testing.assert_close(logprobs[: len(ids) - 1].double(), expected, atol=1e-5, rtol=0)
 
 
@@ -134,10 +144,13 @@ def test_bfloat16_logits_stay_within_its_rounding_of_float32(groups, tmp_path):
     load_hf_weights([model], source, groups)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     with torch.no_grad():
-        ours = (hidden_states(model, pack([ids], multiple=2))[0] @ output_weight(model)[:131].T)[: len(ids)].float()
+        ours = (hidden_states(model, pack([ids], multiple=2))[0] @ output_weight(model)[:131].T)[
+            : len(ids)
+        ].float()
         rounded = hf_logits(reference.to(torch.bfloat16), ids)
         exact = hf_logits(make_hf_model("qwen2"), ids)
-    # transformers' own bfloat16 error is the yardstick: the same arithmetic, rounded at slightly other places.
+    # transformers' own bfloat16 error is the yardstick: the same arithmetic, rounded at slightly other
+    # places.
     assert (ours - exact).norm() < 2.0 * (rounded - exact).norm()
 
 
@@ -174,7 +187,9 @@ def test_settings_that_cannot_be_built_are_refused_by_name(groups, tmp_path):
         transformer_config(arch, one, dtype=torch.float32, recompute="some")
     with pytest.raises(ConfigError, match=r"model\.dtype = torch\.float16"):
         transformer_config(arch, one, dtype=torch.float16)
-    with pytest.raises(ConversionError, match=r"parallel\.tensor = 3 does not divide 8 query heads.*use 1, 2, 4"):
+    with pytest.raises(
+        ConversionError, match=r"parallel\.tensor = 3 does not divide 8 query heads.*use 1, 2, 4"
+    ):
         transformer_config(arch, ParallelSettings(tensor=3), dtype=torch.float32)
     with pytest.raises(ConfigError, match=r"= 3 does not divide the 1 ranks started; start a multiple of 3"):
         initialize_parallel(ParallelSettings(pipeline=3), seed=1)
