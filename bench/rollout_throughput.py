@@ -1,0 +1,147 @@
+"""Tokens per second of the sampler against raw ``vllm.LLM.generate``: same model, prompts, seeds, stop set.
+
+    OMP_NUM_THREADS=1 python bench/rollout_throughput.py [--responses 256] [--rounds 3] [--model HF_FOLDER]
+
+Without --model a random Qwen2 is used. Rounds alternate between the two, so that other load on the machine
+hits both, and the best round of each counts. CPU seconds (of trainer and worker together) are printed beside
+wall seconds: on a busy machine only they mean something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pnpo_megatron.rollout.messages import EngineSettings
+from pnpo_megatron.rollout.requests import make_request, sampling_values
+from pnpo_megatron.rollout.vllm_sampler import VllmSampler
+from pnpo_megatron.rollout.vllm_worker import engine_arguments, sampling_params
+from pnpo_megatron.types import Prompt, Sampling
+
+GROUP = 8
+CONTEXT = 384
+CACHE_BYTES = 256 * 2**20
+SEED = ("bench",)
+SAMPLING = Sampling(1.0, 256, stop_token_ids=tuple(range(8)))
+"""8 of 512 tokens stop: mixed lengths of about 60 tokens on average."""
+
+
+def random_model(folder: Path) -> Path:
+    """A Qwen2 of 4 layers x 128 with 512 tokens."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+class RawEngine:
+    """``vllm.LLM`` in this process with the sampler's own engine and sampling arguments."""
+
+    def __init__(self, folder: Path) -> None:
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1"}
+        from vllm import LLM
+
+        settings = EngineSettings(
+            model_folder=str(folder),
+            dtype="float32",
+            max_model_len=CONTEXT,
+            kv_cache_memory_bytes=CACHE_BYTES,
+            max_num_seqs=256,
+            max_num_batched_tokens=4096,
+            chunked_prefill=False,
+            enforce_eager=True,
+            float32_head=False,
+        )
+        self._llm = LLM(**engine_arguments(settings))
+
+    def run(self, prompts: list[Prompt]) -> int:
+        """Generate for all prompts; response tokens."""
+        inputs, params = [], []
+        for index, prompt in enumerate(prompts):
+            request = make_request(index, prompt, GROUP, SEED)
+            inputs += [{"prompt_token_ids": request.ids.tolist()}] * GROUP
+            params += [sampling_params(sampling_values(SAMPLING), seed) for seed in request.seeds.tolist()]
+        outputs = self._llm.generate(inputs, params, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+
+def run_sampler(sampler: VllmSampler, prompts: list[Prompt]) -> int:
+    """Generate for all prompts, up to finished rollouts; response tokens."""
+    groups = sampler.generate(prompts, GROUP, SAMPLING, SEED)
+    return sum(len(rollout.response_ids) for group in groups for rollout in group.rollouts)
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of another process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(run: Callable[[], int], worker: int) -> tuple[int, float, float]:
+    """Tokens, wall seconds, CPU seconds of this process and the worker."""
+    wall, cpu = time.monotonic(), time.process_time() + cpu_seconds(worker)
+    tokens = run()
+    return tokens, time.monotonic() - wall, time.process_time() + cpu_seconds(worker) - cpu
+
+
+def main() -> None:
+    """Print one line a round and the ratio of the best."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--responses", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", type=Path)
+    args = parser.parse_args()
+    ids = [tuple(8 + (7 * i + j) % 500 for j in range(32)) for i in range(args.responses // GROUP)]
+    prompts = [Prompt(f"p{i}", prompt, "") for i, prompt in enumerate(ids)]
+    with tempfile.TemporaryDirectory() as folder:
+        model = args.model or random_model(Path(folder))
+        with VllmSampler(
+            model,
+            dtype="float32",
+            max_model_len=CONTEXT,
+            kv_cache_memory_bytes=CACHE_BYTES,
+            decode=str,
+            log_path=Path(folder) / "worker.log",
+            initial_version=0,
+        ) as sampler:
+            raw = RawEngine(model)
+            sampler.wait_ready()
+            runs = {"sampler": lambda: run_sampler(sampler, prompts), "raw": lambda: raw.run(prompts)}
+            report(runs, args.rounds, sampler.worker_pid)
+
+
+def report(runs: dict[str, Callable[[], int]], rounds: int, worker: int) -> None:
+    """Alternate between the runs after one warm-up round."""
+    speeds: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    for number in range(rounds + 1):
+        for name, run in runs.items():
+            tokens, wall, cpu = measure(run, worker)
+            if number:
+                speeds[name].append((tokens / wall, tokens / cpu))
+                rates = f"{tokens / wall:.0f}/s, {tokens / cpu:.0f}/CPU s"
+                print(f"round {number} {name:8} {tokens} tokens, {rates}", flush=True)
+    for index, unit in enumerate(("wall second", "CPU second")):
+        best = {name: max(speed[index] for speed in values) for name, values in speeds.items()}
+        ratio = best["sampler"] / best["raw"]
+        print(f"best per {unit}: sampler {best['sampler']:.0f}, raw {best['raw']:.0f}, ratio {ratio:.3f}")
+
+
+if __name__ == "__main__":
+    main()
