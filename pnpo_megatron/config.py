@@ -285,16 +285,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             "examples/arithmetic_cpu/config.toml"
         )
 
-    class Sources(Config):
-        @classmethod
-        def settings_customise_sources(cls, settings_cls: type[BaseSettings], **_: Any) -> tuple[Any, ...]:
-            flags = CliSettingsSource[Any](
-                settings_cls, cli_parse_args=list(overrides), cli_exit_on_error=False
-            )
-            return flags, TomlConfigSettingsSource(settings_cls, path)
-
     try:
-        return Config.model_validate(Sources().model_dump())
+        flags = CliSettingsSource[Any](Config, cli_parse_args=list(overrides), cli_exit_on_error=False)
+        return Config.model_validate(_merged(TomlConfigSettingsSource(Config, path)(), flags()))
     except TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     except SettingsError as error:
@@ -344,6 +337,15 @@ def _flag_message(text: str) -> str:
             else f"{unknown[0]}: expected --section.key=value"
         )
     return text
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Nested tables joined; where both have a value, `over` wins."""
+    joined = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(joined.get(key), dict)
+        joined[key] = _merged(joined[key], value) if both else value
+    return joined
 
 
 def _without_none(values: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
+from torch import Tensor
+
 from pnpo_megatron.algorithm.objective import Objective
 from pnpo_megatron.data.batching import mini_batches
 from pnpo_megatron.errors import TrainingFaultError
@@ -105,7 +107,7 @@ def score(plan: Plan, parts: Parts, batch: RolloutBatch) -> tuple[RolloutBatch, 
 
 def scored_by(learner: Learner, batch: RolloutBatch, mini_batches: Iterable[MiniBatch]) -> RolloutBatch:
     """The batch with the learner's log-probs, computed mini-batch by mini-batch."""
-    old = {}
+    old: dict[int, Tensor] = {}
     for mini_batch in mini_batches:
         old.update(zip(mini_batch.indices, learner.log_probs(mini_batch), strict=True))
     return batch.with_old_logprobs([old[index] for index in range(len(batch.sequences))])

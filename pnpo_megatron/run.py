@@ -115,6 +115,8 @@ class Run:
         """Send the learner's weights to the engine, then let both score a few fresh tokens."""
         if self.replay is not None:
             return {}
+        if self.is_writer:
+            self._sampler.wait_ready()  # the engine's start is not part of a sync
         start = perf_counter()
         tensors = self.live.learner.export_hf()
 

@@ -22,7 +22,8 @@ WORKED = {("+", 3, 4), ("*", 2, 6)}
 def make_problems(heldout: int, seed: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """Training and held-out rows: `heldout` unordered pairs, half of them sums, go to the second list."""
     rng = random.Random(seed)
-    training, held = [], []
+    training: list[dict[str, str]] = []
+    held: list[dict[str, str]] = []
     for sign, answer in (("+", int.__add__), ("*", int.__mul__)):
         pairs = [(a, b) for a in range(1, 10) for b in range(a, 10) if (sign, a, b) not in WORKED]
         rng.shuffle(pairs)

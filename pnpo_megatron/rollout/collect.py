@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ from pnpo_megatron.types import (
     token_aligned,
 )
 
+Std = Literal["population", "sample", "none"]
+
 
 @dataclass(frozen=True)
 class CollectSettings:
@@ -37,7 +40,7 @@ class CollectSettings:
     group_size: int
     sampling: Sampling
     seed: int
-    advantage_std: str = "population"
+    advantage_std: Std = "population"
     permute_rewards: bool = False
     max_fault_rate: float = 0.01
 
@@ -111,7 +114,7 @@ def _permuted(results: list[RewardResult], seed: int) -> list[RewardResult]:
 
 
 def _assemble(
-    step: int, groups: list[RolloutGroup], results: list[list[RewardResult]], std: str
+    step: int, groups: list[RolloutGroup], results: list[list[RewardResult]], std: Std
 ) -> RolloutBatch:
     rewards = torch.tensor(
         [[float("nan") if r.value is None else r.value for r in group] for group in results],

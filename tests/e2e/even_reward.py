@@ -1,4 +1,4 @@
-"""A reward that a random model earns now and then, so that tiny runs have something to learn from."""
+"""A reward of many values, so that every group of a random model's responses has something to teach."""
 
 from __future__ import annotations
 
@@ -6,6 +6,5 @@ from pnpo_megatron.types import RewardInput
 
 
 def even_digits(sample: RewardInput) -> float:
-    """1 when more than half of the response's characters are even digits."""
-    even = sum(character in "02468" for character in sample.text)
-    return float(2 * even > len(sample.text))
+    """Even digits in the response."""
+    return float(sum(character in "02468" for character in sample.text))

@@ -47,7 +47,7 @@ mini_batch = 2
 gate_low = 0.2
 gate_high = 0.3
 [optimizer]
-lr = 1e-2
+lr = 2e-3
 warmup_steps = 2
 [batching]
 max_tokens = 64
@@ -71,9 +71,9 @@ def make_task(folder: Path) -> Path:
     torch.manual_seed(5)
     model = Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=len(SYMBOLS), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            vocab_size=len(SYMBOLS), hidden_size=128, intermediate_size=48, num_hidden_layers=2,
             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-            tie_word_embeddings=True, initializer_range=0.2,
+            tie_word_embeddings=True, initializer_range=0.1,
             bos_token_id=None, eos_token_id=1, pad_token_id=0,
         )
     )  # fmt: skip

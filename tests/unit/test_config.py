@@ -24,8 +24,14 @@ def test_defaults_are_the_papers_four_epoch_run(path):
     assert (config.seed, config.steps, config.rollout.prompts, config.rollout.group_size) == (42, 150, 256, 8)
     assert (config.rollout.max_prompt_tokens, config.rollout.max_response_tokens) == (1024, 15360)
     assert (config.objective.name, config.objective.epochs, config.objective.mini_batch) == ("pnpo", 4, 64)
-    assert (config.optimizer.lr, config.optimizer.warmup_steps, config.optimizer.weight_decay) == (1e-6, 10, 0.1)
-    assert config.steps * config.objective.epochs * config.rollout.prompts // config.objective.mini_batch == 2400
+    assert (config.optimizer.lr, config.optimizer.warmup_steps, config.optimizer.weight_decay) == (
+        1e-6,
+        10,
+        0.1,
+    )
+    assert (
+        config.steps * config.objective.epochs * config.rollout.prompts // config.objective.mini_batch == 2400
+    )
 
 
 def test_a_flag_wins_over_the_file_and_the_file_over_the_default(path):

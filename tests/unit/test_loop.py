@@ -1,4 +1,4 @@
-"""The order of the algorithm, with a fake learner: what is frozen, what is counted, when it stops (TRAPS H14)."""
+"""The order of the algorithm with a fake learner: what is frozen, counted, and when it stops (TRAPS H14)."""
 
 from __future__ import annotations
 

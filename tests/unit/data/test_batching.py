@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from train_rows import rollout_batch, sequence
 
-from pnpo_megatron.data.batching import shares_of, mini_batches
+from pnpo_megatron.data.batching import mini_batches, shares_of
 from pnpo_megatron.errors import ConfigError
 
 
