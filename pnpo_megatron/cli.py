@@ -47,17 +47,26 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from pnpo_megatron.config import load_config
     from pnpo_megatron.run import run_training
 
+    from pnpo_megatron.policy.process_groups import leave_distributed
+
     config = load_config(arguments.config, overrides)
-    code = FAILED
     try:
         code = DONE if run_training(config) else STOPPED_EARLY
     except UserError:
-        code = WRONG_INPUT
+        _write_exit_code(config.run.folder, WRONG_INPUT)
         raise
-    finally:
-        if int(os.environ.get("RANK", "0")) == 0 and config.run.folder.is_dir():
-            (config.run.folder / "exit_code").write_text(f"{code}\n")
+    except BaseException:
+        _write_exit_code(config.run.folder, FAILED)
+        raise
+    _write_exit_code(config.run.folder, code)
+    leave_distributed()  # only now: a launcher kills the other ranks as soon as one has left with 75
     return code
+
+
+def _write_exit_code(run_folder: Path, code: int) -> None:
+    """For the batch script: torchrun turns every exit code into 1."""
+    if int(os.environ.get("RANK", "0")) == 0 and run_folder.is_dir():
+        (run_folder / "exit_code").write_text(f"{code}\n")
 
 
 def _eval(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -111,6 +111,13 @@ def initialize_parallel(
     )
 
 
+def leave_distributed() -> None:
+    """Wait for every rank, then end the process group: the first to leave may take the others down with it."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 def release_parallel() -> None:
     """Drop Megatron's groups, so that another layout can be set up in the same processes."""
     parallel_state.destroy_model_parallel()
