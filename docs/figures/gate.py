@@ -31,7 +31,7 @@ def main() -> None:
     ):
         kept = acceptance_by_position(**PAPER, length=LENGTH, sigma=sigma, centred=centred)
         label = f"sigma = {sigma:g}, {'mean 0' if centred else 'E[rho] = 1'}"
-        by_position.plot(place[shown], kept[shown], style, label=label)
+        by_position.plot(place[shown], kept[shown], "--" if centred else "-", label=label)
     by_position.set(xlabel="position t / L", ylabel="kept", ylim=(0, 1.03), title=f"L = {LENGTH:,}")
     by_position.legend(fontsize=8)
     sigmas = torch.linspace(0.005, 0.08, 60).tolist()
