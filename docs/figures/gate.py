@@ -23,12 +23,7 @@ def main() -> None:
     by_position, by_sigma = figure.subplots(1, 2)
     place = torch.arange(1, LENGTH + 1) / LENGTH
     shown = torch.arange(0, LENGTH, 64)
-    for sigma, centred, style in (
-        (0.05, True, "--"),
-        (0.02, False, "-"),
-        (0.0374, False, "-"),
-        (0.05, False, "-"),
-    ):
+    for sigma, centred in ((0.05, True), (0.02, False), (0.0374, False), (0.05, False)):
         kept = acceptance_by_position(**PAPER, length=LENGTH, sigma=sigma, centred=centred)
         label = f"sigma = {sigma:g}, {'mean 0' if centred else 'E[rho] = 1'}"
         by_position.plot(place[shown], kept[shown], "--" if centred else "-", label=label)
