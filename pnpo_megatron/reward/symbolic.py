@@ -91,6 +91,9 @@ def _same_number(left: Any, right: Any) -> bool:
     if not (left.is_number and right.is_number):
         difference = simplify(left - right)
         return not difference.is_number or difference == 0
+    exact = (left - right).doit()
+    if exact.is_Rational:
+        return bool(exact == 0)
     first, second = left.evalf(_DIGITS + 20), right.evalf(_DIGITS + 20)
     size = max(abs(first), abs(second))
     if not size.is_comparable or not size.is_finite:

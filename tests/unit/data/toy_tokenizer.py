@@ -25,7 +25,8 @@ WORDS = [
     ":",
 ]
 CHAT = (
-    "{{ bos_token }}{% for message in messages %}{{ message['role'] }} : {{ message['content'] }} {% endfor %}"
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ message['role'] }} : {{ message['content'] }} {% endfor %}"
     "{% if add_generation_prompt %}assistant : {% endif %}"
 )
 
@@ -36,7 +37,7 @@ def toy_tokenizer(*, adds_bos: bool = True, chat_template: str | None = CHAT) ->
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if adds_bos:
         core.post_processor = processors.TemplateProcessing(
-            single=f"{BOS} $A {EOS}", special_tokens=[(BOS, WORDS.index(BOS)), (EOS, WORDS.index(EOS))]
+            single=f"{BOS} $A {EOS}", special_tokens=list(zip((BOS, EOS), (1, 2), strict=True))
         )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core, bos_token=BOS, eos_token=EOS, unk_token="<unk>"

@@ -104,8 +104,8 @@ def test_several_functions_add_with_their_weights() -> None:
 
 @pytest.mark.parametrize(
     ("function", "named"),
-    [("reward_functions:missing", "missing"), ("no_such_module:f", "no_such_module"), ("half", "module:function"),
-     ("reward_functions:NOT_A_FUNCTION", "int")],
+    [("reward_functions:missing", "missing"), ("no_such_module:f", "no_such_module"),
+     ("half", "module:function"), ("reward_functions:NOT_A_FUNCTION", "int")],
 )  # fmt: skip
 def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(function: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
