@@ -33,6 +33,11 @@ from pnpo_megatron.rollout.vllm_sampler import VllmSampler
 from pnpo_megatron.types import Prompt, Sampling
 
 CPU_CACHE_BYTES, GPU_CACHE_BYTES = 256 * 2**20, 16 * 2**30
+OBJECTIVE_KEYS = {
+    "name", "weight", "gate", "mean", "gate_low", "gate_high", "clip_low", "clip_high", "dual_clip",
+    "gate_reference_length",
+}  # fmt: skip
+"""Settings of `objective` that make the loss; the others are of the loop."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -209,9 +214,7 @@ def _check_reward(name: str) -> None:
 
 
 def _objective(config: Config) -> Objective:
-    keys = ("weight", "gate", "mean", "gate_low", "gate_high", "clip_low", "clip_high", "dual_clip")
-    values = config.objective.model_dump(include={"name", *keys, "gate_reference_length"})
-    return make_objective(**values)
+    return make_objective(**config.objective.model_dump(include=OBJECTIVE_KEYS))
 
 
 def _eval_tokens(config: Config) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -18,6 +19,11 @@ from pnpo_megatron.errors import (
 )
 from pnpo_megatron.parallel.rank_zero import PeerError
 
+INSTRUMENTS = {
+    "report": "one self-contained HTML page about one or more runs",
+    "plan-reuse": "generation and optimizer seconds, speed-up by K, recommended K",
+    "calibrate-gate": "tolerances from the log-ratios that a run measured",
+}
 DONE, FAILED, WRONG_INPUT, STOPPED_EARLY = 0, 1, 2, 75
 SPEAKING_FAULTS = (RolloutError, MismatchError, RewardFaultError, TrainingFaultError, PeerError)
 """Faults whose message is all a person needs; anything else shows its traceback."""
@@ -26,7 +32,7 @@ SPEAKING_FAULTS = (RolloutError, MismatchError, RewardFaultError, TrainingFaultE
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     arguments, overrides = _parser().parse_known_args(argv)
-    if overrides and arguments.command != "train":
+    if overrides and arguments.command == "eval":
         print(
             f"error: {overrides[0]}: unknown argument; see pnpo-megatron {arguments.command} --help",
             file=sys.stderr,
@@ -45,13 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from pnpo_megatron.config import load_config
-    from pnpo_megatron.run import run_training
-
     from pnpo_megatron.policy.process_groups import leave_distributed
+    from pnpo_megatron.run import run_training
 
     config = load_config(arguments.config, overrides)
     try:
-        code = DONE if run_training(config) else STOPPED_EARLY
+        code = DONE if run_training(config, dump_tokens=arguments.dump_tokens) else STOPPED_EARLY
     except UserError:
         _write_exit_code(config.run.folder, WRONG_INPUT)
         raise
@@ -78,6 +83,16 @@ def _eval(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     return DONE
 
 
+def _instrument(arguments: argparse.Namespace, words: Sequence[str]) -> int:
+    """report, plan-reuse, calibrate-gate: each module knows its own flags and is imported when needed."""
+    name = arguments.command.replace("-", "_")
+    module = importlib.import_module(f"pnpo_megatron.analysis.{name}")
+    parser = argparse.ArgumentParser(prog=f"pnpo-megatron {arguments.command}")
+    module.add_arguments(parser)
+    getattr(module, f"{name}_command")(parser.parse_args(words))
+    return DONE
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pnpo-megatron", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -88,6 +103,12 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example: pnpo-megatron train examples/arithmetic_cpu/config.toml --steps=20 --seed=7",
     )
     train.add_argument("config", help="TOML file; any setting can be overridden with --section.key=value")
+    train.add_argument(
+        "--dump-tokens",
+        type=int,
+        metavar="STEP",
+        help="write log-prob, weight and keep of every token of STEP",
+    )
     train.set_defaults(run=_train)
 
     score = commands.add_parser(
@@ -109,6 +130,8 @@ def _parser() -> argparse.ArgumentParser:
     score.add_argument("--seed", type=int, default=42)
     score.add_argument("--out", type=Path, help="folder for scores and samples; default runs/eval/MODEL")
     score.set_defaults(run=_eval)
+    for name, words in INSTRUMENTS.items():
+        commands.add_parser(name, help=words, add_help=False).set_defaults(run=_instrument)
     return parser
 
 

@@ -10,7 +10,13 @@ from pathlib import Path
 from time import perf_counter
 from types import FrameType
 
+from torch import Tensor
+
 from pnpo_megatron import build
+from pnpo_megatron.algorithm.presets import objective_settings
+from pnpo_megatron.analysis.gate_model import gate_width_in_sigmas
+from pnpo_megatron.analysis.token_dump import token_arrays, write_tokens
+from pnpo_megatron.build import OBJECTIVE_KEYS
 from pnpo_megatron.config import Config
 from pnpo_megatron.convert.hf_folder import write_hf_folder
 from pnpo_megatron.data.batching import mini_batches
@@ -24,14 +30,16 @@ from pnpo_megatron.rollout.collect import CollectSettings, collect, probe
 from pnpo_megatron.rollout.mismatch import check_mismatch, mismatch_metrics
 from pnpo_megatron.rollout.store import RolloutStore
 from pnpo_megatron.rollout.vllm_sampler import VllmSampler
-from pnpo_megatron.types import RolloutBatch
+from pnpo_megatron.types import MiniBatch, RolloutBatch
 
 PROBE_TOKENS = 16
 
 
-def run_training(config: Config) -> bool:
+def run_training(config: Config, *, dump_tokens: int | None = None) -> bool:
     """Train until `config.steps` or a stop signal. Collective: every rank calls it.
 
+    Args:
+        dump_tokens: step of which every token of every update is written to RUN/tokens.
     Returns:
         True when the run is complete, False when it stopped early with a checkpoint.
 
@@ -44,7 +52,7 @@ def run_training(config: Config) -> bool:
         return True
     inputs = build.read_inputs(config)
     with build.live_parts(config, inputs) as live:
-        run = Run(config, live)
+        run = Run(config, live, dump_tokens)
         try:
             return run.train()
         finally:
@@ -54,7 +62,7 @@ def run_training(config: Config) -> bool:
 class Run:
     """The loop's parts on this rank. Every method is collective unless it says otherwise."""
 
-    def __init__(self, config: Config, live: build.Live) -> None:
+    def __init__(self, config: Config, live: build.Live, dump_tokens: int | None = None) -> None:
         """Restore the newest checkpoint of the run folder, if there is one."""
         self.config, self.live = config, live
         self.control = live.groups.control
@@ -79,6 +87,8 @@ class Run:
         )
         self.store = RolloutStore(config.run.folder, keep=config.rollout.keep)
         self.replay = RolloutStore(Path(config.rollout.replay)) if config.rollout.replay else None
+        self._dump_step = dump_tokens
+        self._dumped: dict[str, Tensor] = {}
         self._stop = False
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGUSR1, self._on_signal)
@@ -100,6 +110,7 @@ class Run:
 
     def collect(self, step: int) -> tuple[RolloutBatch, Metrics]:
         """Sample and grade on rank 0, or replay; every rank gets the batch."""
+        self.live.learner.token_dump = self._hold_tokens if step == self._dump_step else None
         doing = f"sampling and grading step {step}"
         return from_rank_zero(lambda: self._collect(step), self.control, doing)
 
@@ -141,6 +152,9 @@ class Run:
     def log(self, step: int, epoch: int, update: int, metrics: Mapping[str, float]) -> None:
         """One row. Not collective."""
         self.monitor.log_update(step=step, epoch=epoch, update=update, metrics=metrics)
+        if self._dumped and self.is_writer:
+            write_tokens(self.config.run.folder, step=step, epoch=epoch, update=update, arrays=self._dumped)
+        self._dumped = {}
 
     def finish_step(self, step: int, update: int) -> bool:
         """Evaluate, export and save what is due; True to stop, with a checkpoint written."""
@@ -184,6 +198,10 @@ class Run:
             max_fault_rate=self.config.reward.max_fault_rate,
         )
         return collect(step, settings, self.live.prompts.take, self._sampler, self.live.rewards.start)
+
+    def _hold_tokens(self, mini_batch: MiniBatch, dumped: Mapping[str, list[Tensor]]) -> None:
+        """Kept until the loop says which update this was."""
+        self._dumped = token_arrays(mini_batch, dumped)
 
     def _probe(self, step: int) -> RolloutBatch:
         prompts = self.live.inputs.prompts[: self.config.rollout.sync_check]
@@ -251,8 +269,22 @@ class Run:
         self.config.run.folder.mkdir(parents=True, exist_ok=True)
         (self.config.run.folder / "config.toml").write_text(self.config.to_toml(), encoding="utf-8")
         self.monitor.say(f"prompts: {self.live.inputs.prompt_summary}")
+        self.monitor.say(self._gate_width())
         if resumed:
             self.monitor.say(f"resuming after step {self.state.step}, update {self.state.update}")
+
+    def _gate_width(self) -> str:
+        """What the tolerances mean at this length."""
+        objective = self.config.objective
+        values = objective_settings(**objective.model_dump(include=OBJECTIVE_KEYS))
+        if "gate_low" not in values:
+            return f"objective: {values}"
+        return gate_width_in_sigmas(
+            gate_low=values["gate_low"],
+            gate_high=values["gate_high"],
+            length=self.config.rollout.max_response_tokens,
+            reference_length=values.get("gate_reference_length"),
+        )
 
     @property
     def _sampler(self) -> VllmSampler:
