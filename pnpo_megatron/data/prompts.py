@@ -33,7 +33,8 @@ class LoadSummary:
 
     def __str__(self) -> str:
         text = (
-            f"{self.rows} rows: {self.duplicates} repeats merged, {self.conflicts} rows of {len(self.conflicting)} "
+            f"{self.rows} rows: {self.duplicates} repeats merged, {self.conflicts} rows of "
+            f"{len(self.conflicting)} "
             f"prompts with different golds dropped, {self.overlong} too long, {self.kept} prompts kept"
         )
         return text + (f". Different golds: {'; '.join(self.conflicting)}" if self.conflicting else "")
@@ -66,6 +67,7 @@ def load_prompts(
         template: ``chat``, ``raw`` or a Jinja file.
         conflicts: one prompt with two golds: ``error`` stops, ``drop`` leaves all its rows out.
         max_prompt_tokens: longer prompts are left out and counted; None keeps all.
+
     Raises:
         DataError: a bad row, conflicting golds, two prompts with one id, or nothing left.
         ConfigError: the template cannot be used.
@@ -104,7 +106,8 @@ def merge_rows(
     named = tuple(_describe(golds) for golds in clashing.values())
     if clashing and conflicts == "error":
         raise DataError(
-            f"{len(clashing)} prompts have more than one gold answer: {'; '.join(named)}. Correct the file, or set "
+            f"{len(clashing)} prompts have more than one gold answer: {'; '.join(named)}. Correct the "
+            f"file, or set "
             'data.conflicts = "drop" to leave them out'
         )
     distinct = [next(iter(golds.values())) for golds in by_prompt.values() if len(golds) == 1]
@@ -155,8 +158,8 @@ def make_prompt(row: Row, template: Template) -> Prompt:
 class PromptSource:
     """Draws prompts in a seeded order, pass after pass; its position is part of the run state (TRAPS H31).
 
-    Every data pass holds every prompt once. One batch never holds a prompt twice: at the border of two passes a
-    prompt that the batch already holds waits for the next batch.
+    Every data pass holds every prompt once. One batch never holds a prompt twice: at the border of two
+    passes, a prompt that the batch already holds waits for the next batch.
     """
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool = True) -> None:
@@ -173,7 +176,7 @@ class PromptSource:
         return len(self._prompts)
 
     def take(self, n: int, exclude: Collection[str] = ()) -> list[Prompt]:
-        """The next n prompts, all different and none with an id in `exclude` (a batch that is being refilled).
+        """The next n prompts, all different and none with an id in `exclude` (a batch to refill).
 
         Raises:
             ConfigError: there are not that many different prompts.
@@ -211,15 +214,18 @@ class PromptSource:
         }
 
     def restore(self, position: Mapping[str, Any]) -> None:
-        """Go on from a saved position. Batches may have another size from here on: the order does not depend on it.
+        """Go on from a saved position. Batches may have another size from here on: the order does not
+        depend on it.
 
         Raises:
             ConfigError: the position was saved with other prompts, another seed or another order.
         """
         if position["fingerprint"] != self._fingerprint:
             raise ConfigError(
-                "the checkpoint was written with other prompts, another seed or another data.shuffle: the data "
-                "position does not fit. Use the prompt file and settings of that run, or start a new run folder"
+                "the checkpoint was written with other prompts, another seed or another data.shuffle: the "
+                "data "
+                "position does not fit. Use the prompt file and settings of that run, or start a new run "
+                "folder"
             )
         self._pass, self._offset = int(position["pass"]), int(position["offset"])
         self._deferred = [int(index) for index in position["deferred"]]

@@ -1,4 +1,5 @@
-"""Rows of prompt files: JSON Lines and DAPO-Math-17k's parquet columns, each row with the place it came from."""
+"""Rows of prompt files: JSON Lines and DAPO-Math-17k's parquet columns, each row with the place it came
+from."""
 
 from __future__ import annotations
 
@@ -100,7 +101,8 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         missing = [name for name in _PARQUET_COLUMNS[:2] if name not in file.schema_arrow.names]
         if missing:
             raise DataError(
-                f"{path}: columns {missing} are missing (found: {', '.join(file.schema_arrow.names)}); expected "
+                f"{path}: columns {missing} are missing (found: {', '.join(file.schema_arrow.names)}); "
+                f"expected "
                 "DAPO-Math-17k's: prompt [{content, role}], reward_model {ground_truth}, extra_info {index}"
             )
         number = 0

@@ -1,4 +1,5 @@
-"""From a conversation to the token ids that are sampled from, trained on and evaluated: one place for all three."""
+"""From a conversation to the token ids that are sampled from, trained on and evaluated: one place for
+all three."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Template:
-    """How conversations become prompts. `fingerprint` names it, so that a resumed run can tell a changed one."""
+    """How conversations become prompts. `fingerprint` names it, so that a resumed run can tell."""
 
     tokenizer: Any
     kind: str = "chat"
-    """``chat`` (the tokenizer's own), ``raw`` (the last message as it stands) or the path of a Jinja file."""
+    """``chat`` (the tokenizer's own), ``raw`` (the last message as it stands) or a Jinja file."""
     system_prompt: str = ""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Extra variables for the template, e.g. ``{"enable_thinking": True}``."""
@@ -41,7 +42,8 @@ class Template:
             )
         if self.kind == "chat" and not getattr(self.tokenizer, "chat_template", None):
             raise ConfigError(
-                'data.template = "chat", but this tokenizer has no chat template; use "raw" or the path of a Jinja file'
+                'data.template = "chat", but this tokenizer has no chat template; use "raw" or the path of '
+                "a Jinja file"
             )
         if self.kind not in ("chat", "raw") and not Path(self.kind).is_file():
             raise ConfigError(
@@ -85,7 +87,8 @@ class Template:
             return self._from_file(conversation)
         except Exception as error:  # a template is a program of its own and may raise anything
             raise ConfigError(
-                f"data.template = {self.kind!r} failed: {type(error).__name__}: {error}; try it on one prompt, or use "
+                f"data.template = {self.kind!r} failed: {type(error).__name__}: {error}; try it on one "
+                f"prompt, or use "
                 '"raw"'
             ) from error
 
@@ -108,8 +111,8 @@ class Template:
         )
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        """Ids of rendered text. Special tokens are never added to it again (TRAPS H06): the BOS stands there
-        already, or is put there once if the tokenizer begins every text with one. No EOS is appended."""
+        """Ids of rendered text. Special tokens are never added to it again (TRAPS H06): the BOS stands
+        there already, or is put there once if the tokenizer begins every text with one. Never an EOS."""
         ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         bos = self.tokenizer.bos_token_id
         if bos is None:
@@ -118,7 +121,8 @@ class Template:
             ids.insert(0, bos)
         if ids[:2] == [bos, bos]:
             raise ConfigError(
-                f"the prompt template writes the BOS token {self.tokenizer.bos_token!r} twice; remove one of them"
+                f"the prompt template writes the BOS token {self.tokenizer.bos_token!r} twice; remove one "
+                f"of them"
             )
         return tuple(ids)
 

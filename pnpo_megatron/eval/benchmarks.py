@@ -32,8 +32,8 @@ def load_benchmark(
 ) -> Benchmark:
     """Read a benchmark; its name is the file's, without the ending.
 
-    Repeated problems are merged (TRAPS H05: published AIME files hold each problem 32 times). Nothing else is
-    left out: a score on part of a benchmark is not a score.
+    Repeated problems are merged (TRAPS H05: published AIME files hold each problem 32 times). Nothing else
+    is left out: a score on part of a benchmark is not a score.
 
     Raises:
         DataError: a bad row, two golds for one problem, or a problem longer than `max_prompt_tokens`.
@@ -50,7 +50,8 @@ def load_benchmark(
     if max_prompt_tokens is not None and len(longest.token_ids) > max_prompt_tokens:
         raise DataError(
             f"{path}: problem {longest.id!r} takes {len(longest.token_ids)} tokens, more than "
-            f"rollout.max_prompt_tokens = {max_prompt_tokens}; use {len(longest.token_ids)} or more, or leave this "
+            f"rollout.max_prompt_tokens = {max_prompt_tokens}; use {len(longest.token_ids)} or more, or "
+            f"leave this "
             "benchmark out"
         )
     return Benchmark(Path(path).stem, tuple(loaded.prompts), loaded.summary)

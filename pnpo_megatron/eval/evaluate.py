@@ -27,13 +27,14 @@ def evaluate(
 ) -> EvalResult:
     """Sample every problem k times and grade while the rest still generates. Runs on one rank.
 
-    Sample i of a problem draws with a seed made of (seed, benchmark, problem, i) alone (TRAPS H35): the same in
-    every evaluation of a run, so that two checkpoints are compared on common random numbers.
+    Sample i of a problem draws with a seed made of (seed, benchmark, problem, i) alone (TRAPS H35): the same
+    in every evaluation of a run, so that two checkpoints are compared on common random numbers.
 
     Args:
         samples: k, responses per problem.
         sampling: the evaluation's own values; training's temperature never enters.
         grade: `RewardPool.start`.
+
     Raises:
         ConfigError: no benchmark, two with one name, or k > 1 samples at temperature 0.
         RolloutError: the sampler did not return exactly k different draws of a problem (TRAPS H36).
@@ -56,7 +57,8 @@ def check_request(benchmarks: Sequence[Benchmark], samples: int, sampling: Sampl
         raise ConfigError(f"eval.benchmarks = {names}: name at least one file, each with another file name")
     if samples < 1 or (samples > 1 and sampling.temperature <= 0):
         raise ConfigError(
-            f"eval.samples = {samples} at eval.temperature = {sampling.temperature}: equal samples tell nothing; "
+            f"eval.samples = {samples} at eval.temperature = {sampling.temperature}: equal samples tell "
+            f"nothing; "
             "use samples = 1, or a temperature such as 0.7"
         )
 
@@ -73,7 +75,8 @@ def _run(
     missing = [problem.id for problem in benchmark.problems if problem.id not in groups]
     if missing:
         raise RolloutError(
-            f"{benchmark.name}: no responses came back for {len(missing)} of {len(benchmark.problems)} problems, "
+            f"{benchmark.name}: no responses came back for {len(missing)} of {len(benchmark.problems)} "
+            f"problems, "
             f"first {missing[0]!r}; the engine's log says why"
         )
     rows, faults = [], 0
@@ -92,7 +95,8 @@ def _check_group(benchmark: Benchmark, group: RolloutGroup, k: int) -> None:
     seeds = {rollout.seed for rollout in group.rollouts}
     if indices != list(range(k)) or len(seeds) != k:
         raise RolloutError(
-            f"{benchmark.name}: problem {group.prompt.id!r} came back with samples {indices} from {len(seeds)} "
+            f"{benchmark.name}: problem {group.prompt.id!r} came back with samples {indices} from "
+            f"{len(seeds)} "
             f"different seeds; expected {k} of each. The engine lost or repeated requests: start it again"
         )
 
@@ -123,7 +127,8 @@ def _without_faults(
     for index, again in zip(failed, grade([inputs[index] for index in failed])(), strict=True):
         if again.value is None:
             raise RewardFaultError(
-                f"{benchmark.name}: sample {group.rollouts[index].sample} of problem {group.prompt.id!r} could not be "
+                f"{benchmark.name}: sample {group.rollouts[index].sample} of problem {group.prompt.id!r} "
+                f"could not be "
                 f"graded, twice: {again.fault}"
             )
         results[index] = again

@@ -63,7 +63,7 @@ class BenchmarkResult:
         return avg_at_k(self.correct, self.k)
 
     def summary(self) -> dict[str, float]:
-        """The numbers that metrics and the result file carry. NaN: one problem or one sample tells no spread."""
+        """The numbers that metrics and the result file carry. NaN where there is no spread."""
         score, flat = self.score, [sample for problem in self.samples for sample in problem]
         return {
             "avg_at_k": score.mean,
@@ -79,8 +79,8 @@ class BenchmarkResult:
 
 
 def _majority_correct(samples: Sequence[SampleResult]) -> float:
-    """Whether the commonest answer is right; ties share. Answers that grade alike but are spelled in two ways
-    count as two, so this is a lower bound; without any answer it is 0."""
+    """Whether the commonest answer is right; ties share. Answers that grade alike but
+    are spelled in two ways count as two, so this is a lower bound; without any answer it is 0."""
     counts = Counter(sample.answer for sample in samples if sample.answer is not None)
     most = max(counts.values(), default=0)
     right = {sample.answer: sample.correct for sample in samples}
@@ -101,7 +101,8 @@ class EvalResult:
         return macro_mean([benchmark.score for benchmark in self.benchmarks])
 
     def to_metrics(self) -> dict[str, float]:
-        """Flat ``eval/NAME/...`` keys, ``eval/macro``, ``eval/macro_stderr``; numbers that do not exist are left out."""
+        """Flat ``eval/NAME/...`` keys, ``eval/macro``, ``eval/macro_stderr``; numbers that do not exist
+        are left out."""
         metrics = {
             f"eval/{benchmark.name}/{key}": value
             for benchmark in self.benchmarks
@@ -131,10 +132,12 @@ class EvalResult:
         }
 
     def write(self, folder: Path, step: int, **about: Any) -> Path:
-        """``step_NNNNNN.json`` (numbers) and ``step_NNNNNN.jsonl`` (every sample with its text) in `folder`.
+        """``step_NNNNNN.json`` (numbers) and ``step_NNNNNN.jsonl`` (every sample with its text) in
+        `folder`.
 
         Args:
             about: what else the file should say, e.g. model and sampling settings.
+
         Returns:
             The path of the JSON file, which is written last: where it stands, both are complete.
         """
