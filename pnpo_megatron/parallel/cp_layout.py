@@ -6,26 +6,8 @@ mask that gives every rank the same work. C = 1 is the same rule: both halves, i
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
-
-
-def length_multiple(cp_size: int, sequence_parallel_size: int = 1) -> int:
-    """What a padded sequence length divides by: 2C, and after the split the sequence-parallel ranks.
-
-    Args:
-        cp_size: C.
-        sequence_parallel_size: tensor-parallel size under sequence parallelism, otherwise 1.
-    """
-    return cp_size * math.lcm(2, sequence_parallel_size)
-
-
-def padded_length(length: int, cp_size: int, sequence_parallel_size: int = 1) -> int:
-    """Smallest legal length that holds `length` tokens; at least one multiple, so no chunk is empty."""
-    multiple = length_multiple(cp_size, sequence_parallel_size)
-    return max(1, -(-length // multiple)) * multiple
 
 
 def local_index(chunk_lengths: Tensor, cp_size: int, cp_rank: int) -> Tensor:

@@ -13,13 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pnpo_megatron.data.partition import Layout
 from pnpo_megatron.parallel import prefix_scan as scan
-from pnpo_megatron.parallel.cp_layout import local_index, padded_length
+from pnpo_megatron.parallel.cp_layout import local_index
 from pnpo_megatron.parallel.prefix_scan import ratio_stats, suffix_scan
 
 FIELDS = ("token", "prefix_sum", "response_sum", "preceding_min", "suffix_sum")
 Response = list[tuple[float, float, bool]]
 """(policy log-prob, old log-prob, trained) of every slot of one whole sequence, unpadded."""
+
+
+def padded_length(length: int, cp_size: int) -> int:
+    return Layout(max_tokens=2**15, context_size=cp_size).pad(length)
 
 
 def response(prompt: int, length: int, drift: float = 0.0, holes: bool = False, seed: int = 0) -> Response:

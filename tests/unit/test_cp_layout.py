@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pnpo_megatron.parallel.cp_layout import inverse_index, length_multiple, local_index, padded_length
+from pnpo_megatron.data.partition import Layout
+from pnpo_megatron.parallel.cp_layout import inverse_index, local_index
 
 
 def test_h19_eight_slots_on_two_ranks() -> None:
@@ -18,7 +19,7 @@ def test_h19_eight_slots_on_two_ranks() -> None:
 def test_h19_scatter_then_gather_returns_every_real_token(cp_size: int) -> None:
     for first in range(1, 18):
         lengths = [first, 5, 1, 40]
-        padded = [padded_length(length, cp_size) for length in lengths]
+        padded = [Layout(max_tokens=64, context_size=cp_size).pad(length) for length in lengths]
         whole, number = torch.full((sum(padded),), -1), 0
         for begin, length in zip(torch.tensor([0, *padded]).cumsum(0), lengths, strict=False):
             whole[begin : begin + length] = torch.arange(number, number + length)
@@ -39,16 +40,3 @@ def test_one_rank_holds_the_natural_order() -> None:
 def test_every_rank_has_the_same_causal_work(cp_size: int) -> None:
     visible_keys = [int((local_index(torch.tensor([6]), cp_size, rank) + 1).sum()) for rank in range(cp_size)]
     assert len(set(visible_keys)) == 1
-
-
-@pytest.mark.parametrize(
-    ("length", "cp_size", "tp_size", "padded"),
-    [(7, 2, 1, 8), (8, 2, 1, 8), (0, 2, 1, 4), (1, 1, 1, 2), (13, 1, 3, 18), (9, 2, 4, 16), (17, 8, 2, 32)],
-)
-def test_h19_padding_fits_the_split_and_sequence_parallelism(
-    length: int, cp_size: int, tp_size: int, padded: int
-) -> None:
-    assert padded_length(length, cp_size, tp_size) == padded
-    assert padded % (2 * cp_size) == 0
-    assert padded // cp_size % tp_size == 0
-    assert length_multiple(cp_size, tp_size) <= 2 * cp_size * tp_size
