@@ -5,16 +5,16 @@ the mean over the whole mini-batch. What Megatron would make of it, where, and w
 
 - x CP / micro-batches, if the loss function returns 2 values (schedules.py:264): it returns 3.
 - 1 / tokens / micro-batches, for 3 values without per-token mode (schedules.py:259): per-token mode is on.
-- 1 / (DP x CP) on every gradient, decided when DDP is built (distributed_data_parallel.py:254): per-token mode
-  is set before that, see `require`; set later, gradients come out 1/DP too small.
+- 1 / (DP x CP) on every gradient, decided when DDP is built (distributed_data_parallel.py:254): per-token
+  mode is set before that, see `require`; set later, gradients come out 1/DP too small.
 - 1 / (token counts returned, summed over micro-batches and DP x CP) in per-token mode, unless that sum is 0
   (finalize_model_grads.py, last lines): a dense model returns counts of 0; with experts see below.
 - x routed tokens on auxiliary losses, in per-token mode (router.py:456): see below.
 
-A mixture of experts adds auxiliary losses inside the router, each multiplied by the tokens the rank routes. To
-turn them into a mean over micro-batches, the counts returned must add up to the tokens routed by *one*
-context-parallel rank: each holds a part of the same auxiliary loss (moe_utils.py:73), so only the first counts.
-The policy loss is multiplied by the same sum, known from the packing beforehand, and comes out unscaled.
+A mixture of experts adds auxiliary losses inside the router, each multiplied by the tokens the rank routes.
+To turn them into a mean over micro-batches, the counts returned must add up to the tokens routed by *one*
+context-parallel rank: each holds a part of the same auxiliary loss (moe_utils.py:73), so only the first one
+counts. The policy loss is multiplied by the same sum, known from the packing beforehand, and comes out whole.
 """
 
 from __future__ import annotations

@@ -308,3 +308,34 @@ def test_the_token_dump_shows_every_log_weight_and_gate(
         h = (length / t).sqrt()
         keep = (log_weight.expm1() >= -0.011 * h) & (log_weight.expm1() <= 0.023 * h)
         assert torch.equal(values["keep"][row][mask].bool(), keep)
+
+
+def bfloat16_run(folder: Path, sequences: list[TrainSequence], distributed: bool) -> dict[str, Any]:
+    from pnpo_megatron.policy.optimizer import OptimizerSettings
+
+    optimizer = OptimizerSettings(lr=2e-5, warmup_steps=0, weight_decay=0.0, distributed=distributed)
+    learner = make_learner(folder, dtype=torch.bfloat16, optimizer=optimizer, max_tokens=64)
+    objective = make_objective("grpo", gate="none", dual_clip=None, clip_low=None, clip_high=None)
+    mini_batch = share(with_old(sequences, learner.log_probs(share(sequences, "token"))), "token")
+    weights = [weight for weight in learner.chunks[0].parameters() if weight.dim() > 1]
+    start = [weight.detach().clone() for weight in weights]
+    rows, moved = [], []
+    for _ in range(30):
+        rows.append(learner.update(mini_batch, objective, step=1))
+        same = sum(int((a == b).sum()) for a, b in zip(start, weights, strict=True))
+        moved.append(1 - same / sum(one.numel() for one in start))
+    return {"rows": rows, "moved": moved, "dtype": weights[0].dtype}
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_bfloat16_weights_start_at_ratio_one_and_gather_steps_below_their_resolution(
+    spawn: Any, folder: Path, distributed: bool
+) -> None:
+    """Steps of 2e-5 on weights near 0.1, where bfloat16 resolves 5e-4: a float32 copy must add them up."""
+    sequences = random_sequences(6, seed=4)
+    [found] = spawn(bfloat16_run, 1, folder, sequences, distributed)
+    assert found["dtype"] == torch.bfloat16
+    first = found["rows"][0]
+    assert first["weight/min"] == first["weight/max"] == 1.0
+    assert found["moved"][0] < 0.2
+    assert found["moved"][-1] > 0.5
