@@ -261,7 +261,7 @@ def write_hf_folder(
     tensors: Iterable[tuple[str, Tensor]],
     *,
     dtype: torch.dtype | None = None,
-    max_shard_bytes: int = 5 * 2**30,
+    max_shard_bytes: int = 2 * 2**30,
     overwrite: bool = False,
 ) -> None:
     """Write a new HF folder from a stream of tensors, beside the target first and renamed when complete.

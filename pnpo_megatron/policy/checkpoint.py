@@ -68,7 +68,11 @@ def save_checkpoint(
         dist_checkpointing.save(
             _sharded_state(chunks, optimizer, portable=portable, is_loading=False),
             str(partial),
-            content_metadata={"portable": portable, "has_optimizer": optimizer is not None},
+            content_metadata={
+                "portable": portable,
+                "has_optimizer": optimizer is not None,
+                "layout": _model_layout(groups, chunks),
+            },
         )
     if groups.world_rank == 0:
         _write_side_files(partial, unwrapped(chunks[0]).arch, source)  # type: ignore[arg-type]
@@ -97,6 +101,13 @@ def load_checkpoint(
             f"{folder} has no optimizer state, so training cannot go on from it; give it as "
             "model.init to start anew"
         )
+    layout = _model_layout(groups, chunks)
+    if optimizer is not None and not content["portable"] and content["layout"] != layout:
+        raise ConversionError(
+            f"{folder} holds optimizer state for {_described(content['layout'])} only; this run has "
+            f"{_described(layout)}. Go on from a portable checkpoint (checkpoint.portable_every), or set "
+            f"the sizes back"
+        )
     state = _sharded_state(chunks, optimizer, portable=bool(content["portable"]), is_loading=True)
     strict = StrictHandling.RAISE_ALL if optimizer is not None else StrictHandling.RAISE_UNEXPECTED
     try:
@@ -113,8 +124,17 @@ def load_checkpoint(
     _wait_for_all(groups)
 
 
+def _model_layout(groups: ParallelGroups, chunks: Sequence[torch.nn.Module]) -> dict[str, int]:
+    """The sizes that a checkpoint which is not portable is bound to."""
+    return {"tensor": groups.tp_size, "pipeline": groups.pp_size, "virtual_pipeline": len(chunks)}
+
+
+def _described(layout: dict[str, int]) -> str:
+    return ", ".join(f"parallel.{key} = {value}" for key, value in layout.items())
+
+
 def checkpoint_content(folder: Path) -> dict[str, Any]:
-    """What a checkpoint holds: ``portable`` and ``has_optimizer``.
+    """What a checkpoint holds: ``portable``, ``has_optimizer`` and the ``layout`` it was written under.
 
     Raises:
         ConversionError: not a complete checkpoint of this project.

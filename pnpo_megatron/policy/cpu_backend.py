@@ -33,9 +33,6 @@ class _NoStream:
     def wait_stream(self, stream: Any) -> None:
         """Nothing to wait for."""
 
-    def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
-
     def record_event(self, event: Any = None) -> _NoStream:
         """An event that has already happened."""
         return _NoStream()
@@ -85,7 +82,8 @@ def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = Fals
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 
-# (object, attribute, replacement, who calls it in megatron-core 0.16.1)
+# (object, attribute, replacement, who calls it in megatron-core 0.16.1). Each was seen in use by counting
+# calls over TP+SP, PP, VPP, DP, checkpoints, bfloat16 and EP.
 _TORCH_PATCHES: tuple[tuple[Any, str, Any, str], ...] = (
     (
         torch.cuda,
@@ -119,7 +117,6 @@ _TORCH_PATCHES: tuple[tuple[Any, str, Any, str], ...] = (
     ),
     (torch, "zeros", _on_cpu(torch.zeros), "schedules.py:596, clip_grads.py:103"),
     (torch, "tensor", _on_cpu(torch.tensor), "optimizer.py:481, rope_utils.py:62"),
-    (torch, "empty", _on_cpu(torch.empty), "checkpoint exchange between ranks"),
     (Tensor, "cuda", lambda self, *_, **__: self, "rope_utils.py:64, tied embeddings"),
     (Tensor, "type", _type_without_cuda, "clip_grads.py:167, distrib_optimizer.py:361"),
 )

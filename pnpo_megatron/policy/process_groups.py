@@ -112,7 +112,8 @@ def initialize_parallel(
 
 
 def leave_distributed() -> None:
-    """Wait for every rank, then end the process group: the first to leave may take the others down with it."""
+    """Wait for every rank, then end the process group: the first to leave may take the others down with
+    it."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

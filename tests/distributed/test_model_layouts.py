@@ -10,6 +10,7 @@ import pytest
 import torch
 from hf_models import make_hf_model, save_hf_model
 from tiny_run import TinyRun
+from torch import Tensor
 
 from pnpo_megatron.convert.hf_folder import HfFolder
 
@@ -27,7 +28,17 @@ def trained(folder: Path, sizes: dict[str, Any], updates: int, **optimizer: Any)
     before = run.export()
     for number in range(updates):
         run.update(number)
-    return {"before": before, "after": run.export()}
+    return {"before": before, "after": run.export(), "table": tied_table(run)}
+
+
+def tied_table(run: TinyRun) -> Tensor | None:
+    """This rank's copy of a tied table, of the first stage or of the last."""
+    from pnpo_megatron.convert.stream import local_parameters, tied_copy
+
+    copy = tied_copy(run.chunks, run.arch)
+    own = local_parameters(run.chunks, run.arch, run.groups).get("embedding.word_embeddings.weight")
+    table = own if copy is None else copy
+    return None if table is None else table.detach().clone()
 
 
 def every_layout(folder: str) -> dict[str, dict[str, Any]]:
@@ -55,6 +66,25 @@ def test_h21_h25_every_split_exports_the_source_and_learns_the_same(spawn, tmp_p
             for tensor, value in reference["after"].items():
                 gap = float((run["after"][tensor] - value).abs().max())
                 assert gap <= 2e-6, (name, tensor, gap)
+
+
+def tied_over_four(folder: str) -> dict[str, Any]:
+    return trained(Path(folder), {"pipeline": 2}, 3, overlap_grad_reduce=True, overlap_param_gather=True)
+
+
+def tied_alone(folder: str) -> dict[str, Any]:
+    return trained(Path(folder), {}, 3)
+
+
+def test_h21_every_copy_of_a_tied_table_stays_the_same_under_data_and_pipeline_parallelism(spawn, tmp_path):
+    model = make_hf_model("qwen2", tie_word_embeddings=True, num_hidden_layers=2)
+    folder = save_hf_model(model, tmp_path / "hf")
+    (reference,) = spawn(tied_alone, 1, str(folder))
+    runs = spawn(tied_over_four, 4, str(folder), timeout_s=120)
+    for run in runs:
+        assert torch.equal(run["table"], runs[0]["table"])
+        for tensor, value in reference["after"].items():
+            assert float((run["after"][tensor] - value).abs().max()) <= 2e-6, tensor
 
 
 EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
