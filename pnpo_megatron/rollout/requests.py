@@ -13,17 +13,24 @@ from pnpo_megatron.rollout.messages import GroupDone, PromptRequest, SamplingVal
 from pnpo_megatron.seeds import derive_seed
 from pnpo_megatron.types import Prompt, Rollout, RolloutGroup, Sampling
 
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # vLLM raises lower ones without an error
+
 
 def check_call(prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> None:
     """Refuse a call whose responses could not be independent draws (TRAPS H35).
 
     Raises:
-        ConfigError: temperature 0 with groups of more than one.
+        ConfigError: temperature 0 with groups of more than one, or a temperature the engine would change.
         DataError: two prompts share an id, and so their seeds.
     """
     if sampling.temperature == 0 and group_size > 1:
         raise ConfigError(
             f"temperature = 0 gives {group_size} equal responses; use group_size = 1 or a temperature above 0"
+        )
+    if sampling.temperature != 0 and not LOWEST_TEMPERATURE <= sampling.temperature <= HIGHEST_TEMPERATURE:
+        raise ConfigError(
+            f"temperature = {sampling.temperature}: the engine samples at 0, or at "
+            f"{LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE}"
         )
     seen: set[str] = set()
     for prompt in prompts:

@@ -69,6 +69,12 @@ def test_h35_calls_whose_responses_would_be_equal_are_refused() -> None:
     check_call([PROMPT], 1, Sampling(0.0, 4))
 
 
+@pytest.mark.parametrize("temperature", [0.005, 2.1, -1.0, float("nan")])
+def test_h12_a_temperature_that_the_engine_would_change_is_refused(temperature: float) -> None:
+    with pytest.raises(ConfigError, match=r"0\.01 to 2\.0"):
+        check_call([PROMPT], 1, Sampling(temperature, 4))
+
+
 @pytest.mark.parametrize(
     ("ids", "max_tokens", "reason"),
     [
