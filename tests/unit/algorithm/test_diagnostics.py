@@ -147,7 +147,7 @@ def test_an_overflowed_weight_is_rejected_high_and_spoils_no_mean():
 def test_an_update_that_would_only_move_momentum_has_a_reason_to_be_skipped(
     log_ratio, valid, advantage, reason
 ):
-    policy = torch.full((2, 3), log_ratio)
+    policy = torch.tensor([[log_ratio], [0.0]]).repeat(1, 3)  # the second row is kept, but has no advantage
     mask = torch.full((2, 3), valid)
     total = _tally(policy, policy * 0, mask, torch.tensor([advantage, 0.0]))
     assert skip_reason(total) == reason
