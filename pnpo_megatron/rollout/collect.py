@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Literal
@@ -29,6 +29,7 @@ from pnpo_megatron.types import (
     token_aligned,
 )
 
+MAX_REFILLS = 3
 Std = Literal["population", "sample", "none"]
 
 
@@ -48,34 +49,44 @@ class CollectSettings:
 def collect(
     step: int,
     settings: CollectSettings,
-    take: Callable[[int], list[Prompt]],
+    take: Callable[[int, Collection[str]], list[Prompt]],
     sampler: Sampler,
     grade: Grade,
 ) -> tuple[RolloutBatch, dict[str, float]]:
     """Sample and grade the batch of `step`. Runs on one rank.
 
+    Args:
+        take: the next n prompts of the order, none with an id given. A prompt that fails is replaced (P never
+            changes), at most `MAX_REFILLS` times.
+
     Returns:
         The batch in prompt order, without old log-probs, and its step-level metrics.
 
     Raises:
-        RolloutError: a prompt came back without its group.
+        RolloutError: prompts, and those taken in their place, came back without responses.
         RewardFaultError: more than `max_fault_rate` of the rewards could not be computed.
     """
-    prompts = take(settings.prompts)
+    prompts = take(settings.prompts, ())
     start = perf_counter()
     groups: dict[str, RolloutGroup] = {}
     waiting: dict[str, Callable[[], list[RewardResult]]] = {}
     seed = (settings.seed, "rollout", step)
-    for group in sampler.generate(prompts, settings.group_size, settings.sampling, seed):
-        groups[group.prompt.id] = group
-        waiting[group.prompt.id] = grade([_reward_input(group.prompt, rollout) for rollout in group.rollouts])
+    for refills_left in reversed(range(MAX_REFILLS + 1)):
+        asked = [prompt for prompt in prompts if prompt.id not in groups]
+        for group in sampler.generate(asked, settings.group_size, settings.sampling, seed):
+            groups[group.prompt.id] = group
+            waiting[group.prompt.id] = grade([_reward_input(group.prompt, one) for one in group.rollouts])
+        failed = [prompt.id for prompt in prompts if prompt.id not in groups]
+        if not failed:
+            break
+        if not refills_left:
+            raise RolloutError(
+                f"step {step}: {len(failed)} prompts gave no responses, first {failed[0]!r}, after "
+                f"{MAX_REFILLS} rounds of other prompts; the engine's log in the run folder says why"
+            )
+        others = iter(take(len(failed), [prompt.id for prompt in prompts]))
+        prompts = [prompt if prompt.id in groups else next(others) for prompt in prompts]
     generated = perf_counter()
-    missing = [prompt.id for prompt in prompts if prompt.id not in groups]
-    if missing:
-        raise RolloutError(
-            f"step {step}: no responses came back for {len(missing)} prompts, first {missing[0]!r}; "
-            "the engine's log in the run folder says why"
-        )
     results = [waiting[prompt.id]() for prompt in prompts]
     graded = perf_counter()
     if settings.permute_rewards:

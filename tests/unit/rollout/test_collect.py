@@ -12,7 +12,7 @@ from pnpo_megatron.rollout.collect import CollectSettings, collect
 from pnpo_megatron.rollout.store import RolloutStore
 from pnpo_megatron.types import Prompt, RewardResult, Rollout, RolloutGroup, Sampling
 
-PROMPTS = [Prompt(id=f"p{i}", token_ids=(1, 2, 3 + i), answer=str(i), text=f"q{i}") for i in range(3)]
+PROMPTS = [Prompt(id=f"p{i}", token_ids=(1, 2, 3 + i), answer=str(i), text=f"q{i}") for i in range(12)]
 
 
 class FakeSampler:
@@ -53,7 +53,12 @@ def first_is_right(item):
 
 def run(sampler=None, values=first_is_right, **changes):
     settings = CollectSettings(prompts=3, group_size=4, sampling=Sampling(1.0, 8), seed=5, **changes)
-    return collect(4, settings, lambda n: PROMPTS[:n], sampler or FakeSampler(), grade_from(values))
+    order = iter(PROMPTS)
+
+    def take(n, exclude):
+        return [next(order) for _ in range(n)]
+
+    return collect(4, settings, take, sampler or FakeSampler(), grade_from(values))
 
 
 def test_sequences_stand_in_prompt_order_with_their_groups_whole():
@@ -105,9 +110,14 @@ def test_a_timeout_is_a_wrong_answer_and_is_counted():
     assert batch.sequences[1].advantage < 0
 
 
-def test_a_prompt_without_responses_is_named():
-    with pytest.raises(RolloutError, match="'p1'"):
-        run(FakeSampler(drop={"p1"}))
+def test_a_prompt_that_fails_is_replaced_by_the_next_one_and_the_others_are_kept():
+    batch, _ = run(FakeSampler(drop={"p1"}))
+    assert [record.prompt_id for record in batch.records[::4]] == ["p0", "p3", "p2"]
+
+
+def test_prompts_that_keep_failing_end_the_run_and_are_named():
+    with pytest.raises(RolloutError, match=r"1 prompts gave no responses, first 'p\d'"):
+        run(FakeSampler(drop={f"p{i}" for i in range(1, 40)} - {"p2"}))
 
 
 def test_permuted_rewards_keep_their_group_and_their_sum():
