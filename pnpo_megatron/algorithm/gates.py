@@ -34,7 +34,7 @@ def sqrt_band(
     """
     length = stats.length if reference_length is None else reference_length
     scale = (length / stats.position.to(stats.token.dtype)).sqrt_()
-    return scale * -low, scale * high
+    return scale * -low, scale.mul_(high)
 
 
 def flat_band(advantages: Tensor, stats: RatioStats, *, low: float, high: float) -> Bounds:

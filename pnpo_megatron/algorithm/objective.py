@@ -56,7 +56,8 @@ def token_terms(objective: Objective, stats: RatioStats, advantages: Tensor) -> 
     log_weight = objective.log_weight(stats).expand_as(stats.token)
     excess = log_weight.expm1()
     lower, upper = objective.gate(advantages, stats)
-    return TokenTerms(log_weight, log_weight.exp(), below=excess < lower, above=excess > upper)
+    below, above = excess < lower, excess > upper
+    return TokenTerms(log_weight, torch.exp(log_weight, out=excess), below, above)
 
 
 def policy_loss(
