@@ -24,6 +24,7 @@ def make_learner(
     *,
     optimizer: Any = None,
     dtype: torch.dtype = torch.float32,
+    recompute: str = "none",
     megatron: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Any:
@@ -43,7 +44,7 @@ def make_learner(
     parallel = parallel or ParallelSettings()
     groups = initialize_parallel(parallel, seed=3)
     source = HfFolder(folder)
-    chunks = build_model(source.architecture, parallel, dtype=dtype, **(megatron or {}))
+    chunks = build_model(source.architecture, parallel, dtype=dtype, recompute=recompute, **(megatron or {}))
     load_hf_weights(chunks, source, groups)
     optimizer = optimizer or OptimizerSettings(lr=0.0, warmup_steps=0, clip_grad=0.0, distributed=False)
     return MegatronLearner(chunks, source.architecture, groups, optimizer, LearnerSettings(**settings))

@@ -75,11 +75,12 @@ def trained(folder: Path, sequences: list[TrainSequence], settings: dict[str, An
     from pnpo_megatron.policy.optimizer import OptimizerSettings
 
     learner = make_learner(
-        folder, max_tokens=48, optimizer=OptimizerSettings(lr=1e-3, warmup_steps=0, eps=SMOOTH, **settings)
+        folder, max_tokens=48, optimizer=OptimizerSettings(lr=1e-4, warmup_steps=0, eps=SMOOTH, **settings)
     )
     objective = make_objective("pnpo", **GATES["pnpo"])
     for _ in range(3):
-        learner.update(share(sequences, "response"), objective, step=1)
+        metrics = learner.update(share(sequences, "response"), objective, step=1)
+        assert not metrics["update/skipped"]
         list(learner.export_hf())  # readers in between must not disturb a gather that is under way
         learner.log_probs(share(sequences, "response"))
     return {name: tensor.clone() for name, tensor in learner.export_hf()}
@@ -106,7 +107,8 @@ def test_three_updates_move_the_parameters_alike_on_one_and_two_ranks_with_every
     for way in WAYS:
         for name, weight in alone.items():
             moved = (weight - start[name]).double().norm()
-            assert (first[way][name] - weight).double().norm() / moved < 1e-4, f"{way}: {name}"
+            stored = 2.0**-24 * weight.double().norm()  # float32 parameters round
+            assert (first[way][name] - weight).double().norm() < 1e-4 * moved + stored, f"{way}: {name}"
             assert torch.equal(first[way][name], second[way][name]), f"{way}: ranks differ in {name}"
 
 
@@ -148,7 +150,7 @@ def one_layout(folder: Path, sequences: list[TrainSequence], layout: dict[str, A
     from pnpo_megatron.policy.optimizer import OptimizerSettings
     from pnpo_megatron.policy.process_groups import ParallelSettings
 
-    optimizer = OptimizerSettings(lr=1e-3, warmup_steps=0, eps=SMOOTH)
+    optimizer = OptimizerSettings(lr=1e-4, warmup_steps=0, eps=SMOOTH)
     learner = make_learner(folder, ParallelSettings(**layout), optimizer=optimizer, max_tokens=48)
     logprobs = learner.log_probs(share(sequences, "response"))
     rows = [
@@ -168,6 +170,7 @@ def test_h18_h20_other_splits_of_two_ranks_give_the_same_log_probs_metrics_and_w
     """TRAPS H18, H20: three updates, one of each objective, with the distributed optimizer."""
     [start] = spawn(unmoved, 1, folder)
     [(logprobs, rows, weights)] = spawn(one_layout, 1, folder, drifted, {})
+    assert not any(metrics["update/skipped"] for metrics in rows)
     for found in spawn(every_layout, 2, folder, drifted, timeout_s=150):
         for layout, (logprobs_2, rows_2, weights_2) in found.items():
             for one, two in zip(logprobs, logprobs_2, strict=True):
@@ -177,4 +180,5 @@ def test_h18_h20_other_splits_of_two_ranks_give_the_same_log_probs_metrics_and_w
                     assert metrics_2[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-5), (layout, name)
             for name, weight in weights.items():
                 moved = (weight - start[name]).double().norm()
-                assert (weights_2[name] - weight).double().norm() / moved < 1e-4, (layout, name)
+                stored = 2.0**-24 * weight.double().norm()  # float32 parameters round
+                assert (weights_2[name] - weight).double().norm() < 1e-4 * moved + stored, (layout, name)
