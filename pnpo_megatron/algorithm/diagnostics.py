@@ -20,9 +20,9 @@ BINS = 10
 """Tenths of the response, by min(9, floor(10 (t-1) / L))."""
 SUMS = (
     "loss", "valid", "finite", "low", "high", "with_advantage", "moving", "weight", "log_ratio",
-    "log_ratio_squared", "entropy", "mismatch", "mismatch_abs", "mismatch_kl",
+    "log_ratio_squared", "entropy",
 )  # fmt: skip
-MAXIMA = ("weight", "minus_weight", "mismatch_abs")
+MAXIMA = ("weight", "minus_weight")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ def tally(
     mask: Tensor,
     advantages: Tensor,
     entropy: Tensor,
-    mismatch: Tensor,
 ) -> Tally:
     """Sums over the trained tokens of one micro-batch on one rank.
 
@@ -54,25 +53,19 @@ def tally(
         mask: [T] bool, True on trained tokens; nothing elsewhere is looked at.
         advantages: [T].
         entropy: nats; of the trained tokens alone, or [T] with anything off the mask.
-        mismatch: [T] old minus rollout log-probs, nats: the same weights scored by learner and sampler.
     """
     finite = mask & terms.weight.isfinite() & stats.token.isfinite()
     weight, log_ratio = _select(terms.weight, finite), _select(stats.token, finite)
-    gap = _select(mismatch, mask)
     low, high, with_advantage = mask & terms.below, mask & terms.above, mask & (advantages != 0)
     moving = with_advantage & terms.keep
     columns = (
         mask, finite, low, high, with_advantage, moving, weight, log_ratio, log_ratio.square(),
         _select(entropy, mask) if entropy.shape == mask.shape else entropy,
-        gap, gap.abs(), gap.expm1() - gap,
     )  # fmt: skip
     totals = [loss.detach().to(torch.float64), *(column.sum(dtype=torch.float64) for column in columns)]
-    maxima = (terms.weight, -terms.weight, gap.abs())
     return Tally(
         sums=torch.cat([torch.stack(totals), _by_bin(stats, mask), _by_bin(stats, low | high)]),
-        maxima=torch.stack(
-            [_largest(maxima[0], finite), _largest(maxima[1], finite), _largest(maxima[2], mask)]
-        ),
+        maxima=torch.stack([_largest(terms.weight, finite), _largest(-terms.weight, finite)]),
     )
 
 
@@ -90,7 +83,7 @@ def summarise(total: Tally) -> dict[str, float]:
 
     Fractions are of valid tokens. Means and extremes of weights and log-ratios leave out what is not finite
     (an overflowed weight counts as rejected high, a NaN makes the loss NaN); `tokens/not_finite` counts it.
-    With no token a mean is 0. `mismatch/kl` estimates KL(rollout || old) by exp(d) - 1 - d, never negative.
+    With no token a mean is 0.
     """
     values = total.sums.tolist()
     sums = dict(zip(SUMS, values[: len(SUMS)], strict=True))
@@ -110,10 +103,6 @@ def summarise(total: Tally) -> dict[str, float]:
         "weight/max": largest["weight"],
         "log_ratio/mean": mean_log_ratio,
         "log_ratio/std": math.sqrt(max(variance, 0.0)),
-        "mismatch/mean": sums["mismatch"] / valid,
-        "mismatch/mean_abs": sums["mismatch_abs"] / valid,
-        "mismatch/max_abs": largest["mismatch_abs"],
-        "mismatch/kl": sums["mismatch_kl"] / valid,
         "tokens/valid": sums["valid"],
         "tokens/not_finite": sums["valid"] - sums["finite"],
     }

@@ -212,7 +212,6 @@ class MegatronLearner:
                 mask=packed.response_mask,
                 advantages=packed.advantages,
                 entropy=entropy,
-                mismatch=packed.old_logprobs - packed.rollout_logprobs,
             )
             return *scale(loss, len(packed.tokens)), counted
 
