@@ -258,7 +258,7 @@ class Config(BaseSettings):
 
     @model_validator(mode="after")
     def _a_sequence_fits_a_micro_batch(self) -> Self:
-        multiple = 2 * self.parallel.context * (self.parallel.tensor if self.parallel.sequence else 1)
+        multiple = 2 * self.parallel.context * self.parallel.tensor
         longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
         needed = -(-longest // multiple) * multiple // self.parallel.context
         if needed > self.batching.max_tokens:

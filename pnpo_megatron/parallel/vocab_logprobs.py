@@ -21,12 +21,12 @@ from torch.distributed import ProcessGroup
 
 from pnpo_megatron.parallel.groups import group_rank, group_size
 
-_BLOCK_ELEMENTS = 16 * 2**20
-"""Logits in one block: 64 MiB of float32."""
-_ROWS = 8192
-"""Vocabulary rows in one block, at most: what a cast of bfloat16 weights to float32 holds at a time."""
-_KEPT_ELEMENTS = 64 * 2**20
-"""Logits kept for the backward pass, 256 MiB: what fits is not computed twice."""
+_BLOCK_ELEMENTS = 8 * 2**20
+"""Logits in one block, at most: 32 MiB of float32."""
+_CAST_ROWS = 4096
+"""Rows of a bfloat16 weight that are cast to float32 at a time, where the device cannot multiply into it."""
+_KEPT_ELEMENTS = 112 * 2**20
+"""Logits kept for the backward pass, at most 448 MiB: what fits is not computed twice."""
 
 _Blocks = dict[tuple[int, int], Tensor]
 """Logits of kept blocks, by their first token and row."""
@@ -50,10 +50,13 @@ class Head:
         first = group_rank(self.tp_group) * weight.shape[0]
         return first, min(max(self.vocab_size - first, 0), weight.shape[0])
 
-    def blocks(self, tokens: int, rows: int) -> Iterator[tuple[slice, slice]]:
+    def blocks(self, tokens: int, weight: Tensor) -> Iterator[tuple[slice, slice]]:
         """Token and row slices of every block, rows innermost; the same in both passes and modes."""
+        rows = self.valid_rows(weight)[1]
         height = max(1, min(self.chunk_tokens, tokens))
-        width = max(1, min(_ROWS, _BLOCK_ELEMENTS // height))
+        width = max(1, _BLOCK_ELEMENTS // height)
+        if not weight.is_cuda and weight.dtype != torch.float32:
+            width = min(width, _CAST_ROWS)
         for token in range(0, tokens, height):
             for row in range(0, rows, width):
                 yield slice(token, min(token + height, tokens)), slice(row, min(row + width, rows))
@@ -121,7 +124,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden, weight, labels, log_total, entropy = ctx.saved_tensors
         head: Head = ctx.head
-        first, rows = head.valid_rows(weight)
+        first, _ = head.valid_rows(weight)
         main_grad = getattr(ctx.parameter, "main_grad", None) if ctx.needs_input_grad[1] else None
         weight_grad: Tensor | None = main_grad
         if main_grad is None and ctx.needs_input_grad[1]:
@@ -133,7 +136,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         if grad_entropy is not None:
             grad_entropy = grad_entropy / head.temperature
 
-        for token, row in head.blocks(hidden.shape[0], rows):
+        for token, row in head.blocks(hidden.shape[0], weight):
             factor = _product_operand(weight[row])
             logits = ctx.kept.pop((token.start, row.start), None)
             grad = _block_gradient(
@@ -167,11 +170,11 @@ def _statistics(
     """
     budget = _KEPT_ELEMENTS if head.training else 0
     count = hidden.shape[0]
-    first, rows = head.valid_rows(weight)
+    first, _ = head.valid_rows(weight)
     maximum = torch.full((count,), -torch.inf, dtype=torch.float32, device=hidden.device)
     # Sum of exp(z - maximum), of exp(z - maximum) * z, and the target's z where this rank owns it.
     sums = torch.zeros(3, count, dtype=torch.float32, device=hidden.device)
-    for token, row in head.blocks(count, rows):
+    for token, row in head.blocks(count, weight):
         logits = _logits(hidden[token], _product_operand(weight[row]), head.temperature)
         index = labels[token] - first - row.start
         owned = (index >= 0) & (index < logits.shape[1])

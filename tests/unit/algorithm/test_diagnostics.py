@@ -78,12 +78,11 @@ def test_micro_batches_in_any_order_give_the_metrics_of_the_whole(pieces):
     policy, old, mask = random_responses(6, 30)
     mask[4] = False
     advantages, entropy = torch.randn(6, dtype=torch.float64), torch.rand(6, 30, dtype=torch.float64)
-    rollout = old + 0.01 * torch.randn(6, 30, dtype=torch.float64)
     share = loss_shares(mask.sum(-1), "response")
 
     def part(rows):
         tensors = (policy[rows], old[rows], mask[rows], advantages[rows])
-        return _tally(*tensors, rollout=rollout[rows], entropy=entropy[rows], share=share[rows])
+        return _tally(*tensors, entropy=entropy[rows], share=share[rows])
 
     whole = summarise(part(torch.arange(6)))
     joined = summarise(add_tallies(part(rows) for rows in torch.randperm(6).tensor_split(pieces)))
@@ -94,10 +93,10 @@ def test_micro_batches_in_any_order_give_the_metrics_of_the_whole(pieces):
 
 def test_nothing_off_the_mask_reaches_a_metric():
     policy, old, mask = random_responses(5, 20)
-    rollout, entropy = old + 0.01, torch.rand(5, 20, dtype=torch.float64)
-    clean = _tally(policy, old, mask, torch.ones(5), rollout=rollout, entropy=entropy)
-    dirty = [values.masked_fill(~mask, math.nan) for values in (policy, old, rollout, entropy)]
-    soiled = _tally(dirty[0], dirty[1], mask, torch.ones(5), rollout=dirty[2], entropy=dirty[3])
+    entropy = torch.rand(5, 20, dtype=torch.float64)
+    clean = _tally(policy, old, mask, torch.ones(5), entropy=entropy)
+    dirty = [values.masked_fill(~mask, math.nan) for values in (policy, old, entropy)]
+    soiled = _tally(dirty[0], dirty[1], mask, torch.ones(5), entropy=dirty[2])
     assert torch.equal(clean.sums, soiled.sums) and torch.equal(clean.maxima, soiled.maxima)
 
 

@@ -13,8 +13,8 @@ from pnpo_megatron.types import RolloutBatch, TrainSequence
 
 
 def batch_of(old, rollout, mask):
-    sequence = TrainSequence(torch.zeros(len(mask), dtype=torch.int64), torch.tensor(mask), torch.tensor(rollout),
-                             0.0, old_logprobs=torch.tensor(old))  # fmt: skip
+    ids = torch.zeros(len(mask), dtype=torch.int64)
+    sequence = TrainSequence(ids, torch.tensor(mask), torch.tensor(rollout), 0.0, torch.tensor(old))
     return RolloutBatch(1, (sequence,), (), (0,))
 
 
