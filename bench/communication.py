@@ -1,0 +1,137 @@
+"""What context-parallel ranks send each other for the objective, against gathering log-probs.
+
+    OMP_NUM_THREADS=1 python bench/communication.py [--ranks 2 4 8] [--rounds 31]
+
+32 responses of 15,360 tokens, zigzag over C gloo processes. "scan" is the whole objective as the learner runs
+it: ratio statistics, loss, backward. Other trainers gather the log-probs of all ranks and undo the zigzag, and
+only then can they sum; both are run, bytes are counted at the collective, and times take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from measure import Bound, Row, on_ranks, report, take_turns
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pnpo_megatron.algorithm import make_objective, policy_loss
+from pnpo_megatron.parallel.chunk_exchange import earlier_sums
+from pnpo_megatron.parallel.cp_layout import inverse_index, local_index
+from pnpo_megatron.parallel.prefix_scan import prefix_scan, ratio_stats
+
+RESPONSES, LENGTH = 32, 15_360
+_INPUT = {"_allgather_base_": 1, "allgather_": 1, "allreduce_": 0, "reduce_scatter_": 1, "broadcast_": 0}
+"""Which argument of each collective holds what a rank gives away."""
+
+
+class SentBytes(TorchDispatchMode):
+    """Counts what every torch.distributed operation takes from this rank, below the Python wrappers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Every operation passes here; an unknown collective is an error, not zero bytes."""
+        if func.namespace == "c10d":
+            name = func._opname
+            given = args[_INPUT[name]]
+            self.calls.append(name)
+            self.total += sum(x.nbytes for x in ([given] if isinstance(given, Tensor) else given))
+        return func(*args, **(kwargs or {}))
+
+
+def counted(run: Callable[[], object]) -> tuple[int, list[str]]:
+    """Bytes this rank hands to collectives in `run`, and their names."""
+    with SentBytes() as sent:
+        run()
+    return sent.total, sent.calls
+
+
+def one_rank(rounds: int) -> Row:
+    """Bytes and seconds on this rank."""
+    group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    chunks = torch.full((RESPONSES,), LENGTH // (2 * size))
+    mine, inverse = local_index(chunks, size, rank), inverse_index(chunks, size)
+    policy = (torch.randn(RESPONSES * LENGTH) * 0.01)[mine].requires_grad_()
+    old = torch.zeros_like(policy)
+    mask = torch.ones(len(mine), dtype=torch.bool)
+    position, length = mine % LENGTH + 1, torch.full_like(mine, LENGTH)
+    advantages, share = torch.ones_like(old), torch.full_like(old, 1 / (RESPONSES * LENGTH))
+    objective = make_objective("pnpo")
+    sums = torch.arange(2 * RESPONSES)
+
+    def run_objective() -> None:
+        stats = ratio_stats(policy, old, mask, position, length, chunks, group)
+        policy_loss(objective, policy, stats, advantages, share)[0].backward()
+
+    def gather() -> Tensor:
+        everything = policy.new_empty(size * len(mine))
+        dist.all_gather_single(everything, policy.detach(), group=group)
+        return everything[inverse]
+
+    runs = {
+        "exchange": lambda: earlier_sums(sums, None, group),
+        "gather": gather,
+        "scan": lambda: prefix_scan(policy.detach(), chunks, group),
+        "gather and sum": lambda: gather().view(RESPONSES, LENGTH).cumsum(1),
+    }
+    return {
+        "sent": counted(run_objective),
+        "gather sent": counted(gather),
+        "seconds": take_turns(runs, rounds, before=dist.barrier),
+    }
+
+
+def measure(ranks: int, rounds: int) -> tuple[Row, list[Bound]]:
+    """One row of the table; a round lasts as long as its slowest rank."""
+    results = on_ranks(one_rank, ranks, rounds)
+    sent, calls = results[0]["sent"]
+    gathered, _ = results[0]["gather sent"]
+    seconds = {
+        name: [max(times) for times in zip(*(result["seconds"][name] for result in results), strict=True)]
+        for name in results[0]["seconds"]
+    }
+    middle = {name: statistics.median(times) for name, times in seconds.items()}
+    exchange, scan = middle["exchange"] / middle["gather"], middle["scan"] / middle["gather and sum"]
+    row = {
+        "C": ranks,
+        "collectives": len(calls),
+        "bytes given": sent,
+        "gather, bytes": gathered,
+        "bytes ratio": f"1/{gathered / sent:.0f}",
+        **{f"{name} (ms)": time * 1e3 for name, time in middle.items()},
+        "exchange / gather": exchange,
+        "scan / gather and sum": scan,
+    }
+    bounds = [
+        Bound(f"C = {ranks}: bytes against gathering", sent / gathered, 1 / 400),
+        Bound(f"C = {ranks}: exchange against gather and un-permute, median time", exchange, 1 / 3),
+    ]
+    return row, bounds
+
+
+def main() -> None:
+    """One row for each C."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--rounds", type=int, default=31)
+    args = parser.parse_args()
+    measured = []
+    for ranks in args.ranks:
+        measured.append(measure(ranks, args.rounds))
+        print(f"C = {ranks} measured", flush=True)
+    report("communication", [row for row, _ in measured], [bound for _, bounds in measured for bound in bounds])
+
+
+if __name__ == "__main__":
+    main()

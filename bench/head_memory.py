@@ -1,0 +1,112 @@
+"""Memory and time of the output layer of R1-Distill-Qwen-1.5B: log-probs from hidden states, and back.
+
+    OMP_NUM_THREADS=1 python bench/head_memory.py [--tokens 2048 4096 15360] [--rounds 2] [--out FILE]
+
+h = 1,536, V = 151,936, bfloat16 hidden states and weights, weight gradients accumulated in float32 in place.
+Each peak is measured in a process of its own, above the inputs, the weights and the gradients of both. The
+dense pass is what one writes without thinking: float32 logits, log_softmax, autograd; it takes turns with ours
+in one process and needs 7 GiB at 2,048 tokens. --rounds 0 leaves it out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from measure import Bound, Row, in_fresh_process, median_ratio, peak_bytes, report, take_turns
+from torch import Tensor
+
+from pnpo_megatron.parallel.vocab_logprobs import chunked_logprobs
+
+HIDDEN, VOCAB = 1536, 151_936
+TIMED_TOKENS = 2048
+GIB = 2.0**30
+LIMIT_GIB = 0.7
+
+
+class Problem:
+    """Inputs of one pass, every gradient already there: `weight.main_grad` as Megatron's DDP keeps it."""
+
+    def __init__(self, tokens: int) -> None:
+        torch.manual_seed(0)
+        self.hidden = torch.randn(tokens, HIDDEN).bfloat16().requires_grad_()
+        self.weight = torch.empty(VOCAB, HIDDEN, dtype=torch.bfloat16).normal_(0, 0.02).requires_grad_()
+        self.labels = torch.randint(0, VOCAB, (tokens,))
+        self.slope = torch.randn(tokens)
+        self.hidden.grad = torch.ones_like(self.hidden)
+        self.weight.main_grad = torch.ones(VOCAB, HIDDEN)  # type: ignore[attr-defined]
+
+    def ours(self) -> None:
+        """Forward and backward in blocks."""
+        logprobs, _ = chunked_logprobs(
+            self.hidden, self.weight, self.labels, temperature=1.0, vocab_size=VOCAB, tp_group=None
+        )
+        (logprobs @ self.slope).backward()
+        self.weight.grad = None  # empty: the gradient is in main_grad
+
+    def dense(self) -> None:
+        """Forward and backward through [T, V] float32 logits."""
+        logits = torch.nn.functional.linear(self.hidden.float(), self.weight.float())
+        logprobs = logits.log_softmax(-1).gather(1, self.labels[:, None])[:, 0]
+        (logprobs @ self.slope).backward()
+        grad: Tensor = self.weight.grad  # type: ignore[assignment]
+        self.weight.main_grad.add_(grad)  # type: ignore[attr-defined]
+        self.weight.grad = None
+
+
+def peak(tokens: int, kind: str) -> tuple[float, float]:
+    """(GiB above inputs, weights and their gradients, CPU seconds) of one pass."""
+    problem = Problem(tokens)
+    start = time.process_time()
+    above = peak_bytes(getattr(problem, kind))
+    return above / GIB, time.process_time() - start
+
+
+def timed(tokens: int, rounds: int) -> dict[str, list[float]]:
+    """CPU seconds of our pass and the dense one, in turns: with one thread, wall time on an idle machine."""
+    problem = Problem(tokens)
+    runs = {"ours": problem.ours, "dense": problem.dense}
+    return take_turns(runs, rounds, clock=time.process_time)
+
+
+def main() -> None:
+    """Peaks at each number of tokens, then the time against the dense pass."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 15_360])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rows: list[Row] = []
+    bounds: list[Bound] = []
+    for tokens in args.tokens:
+        gib, seconds = in_fresh_process(peak, tokens, "ours", timeout_s=3600.0)
+        rows.append(_row(tokens, "ours", gib, seconds))
+        bounds.append(Bound(f"{tokens:,} tokens: peak (GiB)", gib, LIMIT_GIB))
+        print(rows[-1], flush=True)
+    if args.rounds:
+        gib, _ = in_fresh_process(peak, TIMED_TOKENS, "dense", timeout_s=3600.0)
+        seconds = in_fresh_process(timed, TIMED_TOKENS, args.rounds, timeout_s=7200.0)
+        rows.append(_row(TIMED_TOKENS, "ours, in turns", "", statistics.median(seconds["ours"])))
+        rows.append(_row(TIMED_TOKENS, "dense, in turns", gib, statistics.median(seconds["dense"])))
+        ratio = median_ratio(seconds["ours"], seconds["dense"])
+        bounds.append(Bound(f"{TIMED_TOKENS:,} tokens: time against the dense pass", ratio, 1.2))
+    report("head_memory", rows, bounds, out=args.out)
+
+
+def _row(tokens: int, kind: str, gib: float | str, seconds: float) -> Row:
+    return {
+        "tokens": tokens,
+        "pass": kind,
+        "peak above (GiB)": gib,
+        "CPU s": seconds,
+        "ms a token": seconds / tokens * 1e3,
+    }
+
+
+if __name__ == "__main__":
+    main()
