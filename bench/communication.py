@@ -2,9 +2,10 @@
 
     OMP_NUM_THREADS=1 python bench/communication.py [--ranks 2 4 8] [--rounds 31]
 
-32 responses of 15,360 tokens, zigzag over C gloo processes. "scan" is the whole objective as the learner runs
-it: ratio statistics, loss, backward. Other trainers gather the log-probs of all ranks and undo the zigzag, and
-only then can they sum; both are run, bytes are counted at the collective, and times take turns.
+32 responses of 15,360 tokens, zigzag over C gloo processes. Bytes are counted at the collective, for the whole
+objective: ratio statistics, loss, backward. Other trainers gather the log-probs of all ranks and undo the
+zigzag, and only then can they sum. Two pairs take turns: "exchange", what replaces "gather" (un-permuting
+included), and "scan", the prefix sums with their exchange, against "gather and sum".
 """
 
 from __future__ import annotations
@@ -130,7 +131,8 @@ def main() -> None:
     for ranks in args.ranks:
         measured.append(measure(ranks, args.rounds))
         print(f"C = {ranks} measured", flush=True)
-    report("communication", [row for row, _ in measured], [bound for _, bounds in measured for bound in bounds])
+    rows, bounds = zip(*measured, strict=True)
+    report("communication", rows, [bound for some in bounds for bound in some])
 
 
 if __name__ == "__main__":

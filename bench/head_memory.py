@@ -4,8 +4,8 @@
 
 h = 1,536, V = 151,936, bfloat16 hidden states and weights, weight gradients accumulated in float32 in place.
 Each peak is measured in a process of its own, above the inputs, the weights and the gradients of both. The
-dense pass is what one writes without thinking: float32 logits, log_softmax, autograd; it takes turns with ours
-in one process and needs 7 GiB at 2,048 tokens. --rounds 0 leaves it out.
+dense pass is what one writes without thinking: float32 logits, log_softmax, autograd. It takes turns with
+ours in one process and needs 7 GiB at 2,048 tokens; --rounds 0 leaves it out.
 """
 
 from __future__ import annotations

@@ -100,7 +100,8 @@ def on_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout_s: fl
     with ProcessPoolExecutor(ranks, mp_context=context) as pool:
         # A rank waits for its peers before it does anything, so each process takes exactly one.
         futures = [
-            pool.submit(_rank_main, rank, ranks, store.port, timeout_s, function, args) for rank in range(ranks)
+            pool.submit(_rank_main, rank, ranks, store.port, timeout_s, function, args)
+            for rank in range(ranks)
         ]
         deadline = time.monotonic() + timeout_s
         return [future.result(max(0.0, deadline - time.monotonic())) for future in futures]
@@ -150,12 +151,10 @@ def _shown(value: Any) -> str:
 
 def machine() -> Row:
     """Where and when the numbers were measured, without names."""
-    model = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.machine(),
-    )
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return {
-        "cpu": model,
+        "cpu": models[0] if models else platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0],
