@@ -25,8 +25,8 @@ _BLOCK_ELEMENTS = 8 * 2**20
 """Logits in one block, at most: 32 MiB of float32."""
 _CAST_ROWS = 4096
 """Rows of a bfloat16 weight that are cast to float32 at a time, where the device cannot multiply into it."""
-_KEPT_ELEMENTS = 112 * 2**20
-"""Logits kept for the backward pass, at most 448 MiB: what fits is not computed twice."""
+_KEPT_ELEMENTS = 64 * 2**20
+"""Logits kept for the backward pass, at most 256 MiB: what fits is not computed twice."""
 
 _Blocks = dict[tuple[int, int], Tensor]
 """Logits of kept blocks, by their first token and row."""
@@ -154,10 +154,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
         if head.tp_group is not None and not head.partial_hidden_grad and hidden_grad.numel():
             dist.all_reduce(hidden_grad, group=head.tp_group)
+        returned: Tensor | None = None
         if main_grad is not None:
             returned = _already_accumulated(ctx.parameter)
-        else:
-            returned = None if weight_grad is None else weight_grad.to(weight.dtype)
+        elif weight_grad is not None:
+            returned = weight_grad.to(weight.dtype)
         return hidden_grad.to(hidden.dtype), returned, None, None
 
 
