@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python bench/communication.py [--ranks 2 4 8] [--rounds 31]
 
-32 responses of 15,360 tokens, zigzag over C gloo processes. Bytes are counted at the collective, for the whole
-objective: ratio statistics, loss, backward. Other trainers gather the log-probs of all ranks and undo the
-zigzag, and only then can they sum. Two pairs take turns: "exchange", what replaces "gather" (un-permuting
+32 responses of 15,360 tokens, zigzag over C gloo processes. Bytes are counted at the collective, for the
+whole objective: ratio statistics, loss, backward. Other trainers gather the log-probs of all ranks and undo
+the zigzag, and only then can they sum. Two pairs take turns: "exchange", what replaces "gather" (un-permuting
 included), and "scan", the prefix sums with their exchange, against "gather and sum".
 """
 
