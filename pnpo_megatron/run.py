@@ -25,6 +25,7 @@ from pnpo_megatron.loop import Metrics, Parts, Plan, scored_by, train
 from pnpo_megatron.monitor import Monitor
 from pnpo_megatron.parallel.rank_zero import any_rank, from_rank_zero
 from pnpo_megatron.policy.checkpoint import load_checkpoint, save_checkpoint
+from pnpo_megatron.policy.learner import SKIP_REASONS
 from pnpo_megatron.resume import RunState, checkpoint_folder, newest_checkpoint, publish
 from pnpo_megatron.rollout.collect import CollectSettings, collect, probe
 from pnpo_megatron.rollout.mismatch import check_mismatch, mismatch_metrics
@@ -151,7 +152,11 @@ class Run:
 
     def log(self, step: int, epoch: int, update: int, metrics: Mapping[str, float]) -> None:
         """One row. Not collective."""
-        self.monitor.log_update(step=step, epoch=epoch, update=update, metrics=metrics)
+        reason = SKIP_REASONS[int(metrics["update/skip_reason"])]
+        row = {**metrics, "update/skip_reason": reason}
+        self.monitor.log_update(step=step, epoch=epoch, update=update, metrics=row)
+        if reason:
+            self.monitor.say(f"update {update} of step {step} was skipped: {reason}")
         if self._dumped and self.is_writer:
             write_tokens(self.config.run.folder, step=step, epoch=epoch, update=update, arrays=self._dumped)
         self._dumped = {}

@@ -118,6 +118,19 @@ def test_two_data_parallel_ranks_replay_to_the_same_loss_and_gradient(task, whol
         assert ours["gate/rejected_fraction"] == theirs["gate/rejected_fraction"]
 
 
+def test_two_data_parallel_ranks_sample_and_learn_as_one_does(task, whole, updates):
+    """The first batch: the same weights, prompts and seeds, so the same rollouts; then the same gradients."""
+    folder = task / "two_ranks"
+    code, output = finish(start_training(write_config(task, folder, steps=1), ranks=2))
+    assert code == 0, output
+    first = "rollouts/step_000001.jsonl"
+    assert (folder / first).read_text() == (whole / first).read_text()
+    ours = [row for row in read_metrics(folder) if row["kind"] == "update"]
+    theirs = updates[: len(ours)]
+    assert len(ours) == EPOCHS * UPDATES_PER_EPOCH
+    assert [row["grad_norm"] for row in ours] == pytest.approx([row["grad_norm"] for row in theirs], rel=1e-5)
+
+
 def test_replaying_a_step_that_was_never_stored_is_named(task, whole):
     config = write_config(task, task / "beyond")
     flags = (f"--rollout.replay={whole}", "--steps=4", "--eval.benchmarks=[]")

@@ -60,7 +60,7 @@ def update_metrics(random: Random, *, lag: int, step: int, steps: int) -> dict[s
         **{f"gate/rejected_fraction_bin_{place}": value for place, value in enumerate(bins)},
         "weight/mean": 1 - 1e-4 * lag, "weight/min": 1 - 1e-2 * lag, "weight/max": 1 + 1e-2 * lag,
         "log_ratio/mean": -1e-4 * lag, "log_ratio/std": 0.01 * lag**0.5, "mismatch/mean_abs": 1e-4,
-        "mismatch/max_abs": 1e-3, "mismatch/kl": 1e-7, "update/skipped": 0.0, "update/skip_reason": 0.0,
+        "mismatch/max_abs": 1e-3, "mismatch/kl": 1e-7, "update/skipped": 0.0, "update/skip_reason": "",
         "tokens/per_second": 5000.0, "memory/peak_bytes": 2.0**30,
         "time/update_s": random.uniform(2.8, 3.2),
     }  # fmt: skip
