@@ -14,7 +14,6 @@ from pnpo_megatron.algorithm.objective import Objective
 from pnpo_megatron.algorithm.presets import make_objective
 from pnpo_megatron.config import Config
 from pnpo_megatron.convert.architecture import Architecture
-from pnpo_megatron.convert.families import check_tensor_parallel
 from pnpo_megatron.convert.hf_folder import HfFolder
 from pnpo_megatron.convert.stream import load_hf_weights
 from pnpo_megatron.data.prompts import PromptSource, load_prompts
@@ -23,7 +22,7 @@ from pnpo_megatron.errors import ConfigError
 from pnpo_megatron.eval.benchmarks import Benchmark, load_benchmark
 from pnpo_megatron.parallel.groups import ParallelGroups
 from pnpo_megatron.policy.learner import LearnerSettings, MegatronLearner
-from pnpo_megatron.policy.model import build_model
+from pnpo_megatron.policy.model import build_model, check_layout
 from pnpo_megatron.policy.optimizer import OptimizerSettings
 from pnpo_megatron.policy.process_groups import ParallelSettings, initialize_parallel, start_distributed
 from pnpo_megatron.reward.pool import RewardPool
@@ -89,8 +88,9 @@ def read_inputs(config: Config) -> Inputs:
             f"{arch.max_positions - config.rollout.max_prompt_tokens} or less"
         )
     folder.check_complete()
-    check_tensor_parallel(arch, config.parallel.tensor)
-    ParallelSettings(**config.parallel.model_dump()).data_size(int(os.environ.get("WORLD_SIZE", "1")))
+    parallel = ParallelSettings(**config.parallel.model_dump())
+    check_layout(arch, parallel)
+    parallel.data_size(int(os.environ.get("WORLD_SIZE", "1")))
     _check_reward(config.reward.function)
     tokenizer = load_tokenizer(folder.path)
     loaded = load_prompts(

@@ -62,6 +62,47 @@ def stage_layout(layers: int, pipeline: int, virtual: int) -> list[list[str]] | 
     return layout
 
 
+def check_layout(arch: Architecture, parallel: ParallelSettings) -> None:
+    """Refuse a layout that this architecture cannot be trained under.
+
+    Raises:
+        ConfigError: experts that do not fit the layout, or fewer layers than stages.
+        ConversionError: a tensor-parallel size that does not divide the widths.
+    """
+    check_tensor_parallel(arch, parallel.tensor)
+    stage_layout(arch.layers, parallel.pipeline, parallel.virtual_pipeline)
+    if arch.experts is None:
+        if parallel.expert > 1:
+            raise ConfigError(
+                f"parallel.expert = {parallel.expert}: {arch.family} has no experts; set it to 1"
+            )
+        return
+    if arch.experts.count % parallel.expert:
+        raise ConfigError(
+            f"parallel.expert = {parallel.expert} does not divide the model's {arch.experts.count} experts"
+        )
+    if parallel.tensor > 1 and not parallel.sequence:
+        raise ConfigError(
+            f"parallel.tensor = {parallel.tensor} with experts needs parallel.sequence = true: Megatron refuses "
+            "to train them otherwise, in the first forward pass"
+        )
+
+
+def _check_messages(config: TransformerConfig) -> None:
+    """Refuse what Megatron-Core 0.16 computes wrongly without a word.
+
+    With two ranks a stage's neighbours before and after are the same rank; sent in one batch, its four
+    messages are told apart by nothing.
+    """
+    virtual = config.virtual_pipeline_model_parallel_size
+    if config.pipeline_model_parallel_size == 2 and virtual and not config.overlap_p2p_comm:
+        raise ConfigError(
+            f"parallel.pipeline = 2 with virtual_pipeline = {virtual} and overlap_p2p_comm = False: stages "
+            "would take each other's messages and train on wrong numbers; set overlap_p2p_comm = True and "
+            "batch_p2p_comm = False"
+        )
+
+
 def transformer_config(
     arch: Architecture,
     parallel: ParallelSettings,
@@ -83,7 +124,7 @@ def transformer_config(
         ConfigError: a layout, dtype or recompute setting that cannot work.
         ConversionError: a tensor-parallel size that does not divide the widths.
     """
-    check_tensor_parallel(arch, parallel.tensor)
+    check_layout(arch, parallel)
     if dtype not in (torch.float32, torch.bfloat16):
         raise ConfigError(f"model.dtype = {dtype}: use float32 or bfloat16")
     interleaved = parallel.virtual_pipeline > 1
@@ -91,7 +132,7 @@ def transformer_config(
     fields: dict[str, Any] = {
         **_shape_fields(arch),
         **_recompute_fields(recompute),
-        **(_expert_fields(arch.experts, parallel) if arch.experts else {}),
+        **(_expert_fields(arch.experts) if arch.experts else {}),
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "tensor_model_parallel_size": parallel.tensor,
@@ -118,7 +159,9 @@ def transformer_config(
         "cuda_graph_scope": [],
         **overrides,
     }
-    return TransformerConfig(**fields)
+    config = TransformerConfig(**fields)
+    _check_messages(config)
+    return config
 
 
 def _leave_unset(weight: Tensor) -> None:
@@ -157,11 +200,7 @@ def _recompute_fields(recompute: str) -> dict[str, Any]:
     return choices[recompute]
 
 
-def _expert_fields(experts: Experts, parallel: ParallelSettings) -> dict[str, Any]:
-    if experts.count % parallel.expert:
-        raise ConfigError(
-            f"parallel.expert = {parallel.expert} does not divide the model's {experts.count} experts"
-        )
+def _expert_fields(experts: Experts) -> dict[str, Any]:
     return {
         "num_moe_experts": experts.count,
         "moe_router_topk": experts.per_token,

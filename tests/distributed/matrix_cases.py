@@ -51,14 +51,63 @@ MATRIX: dict[str, Case] = {
     "EP2xCP2": Case(4, {"expert": 2, "context": 2}, "experts"),
     "TP2+SPxCP2xPP2": Case(8, {**SP2, "context": 2, "pipeline": 2}),
 }
-OVERLAP = {"distributed": True, "overlap_grad_reduce": True}
+VPP = {"pipeline": 2, "virtual_pipeline": 2}
+SHARDED = {"distributed": True}
+EARLY = {"overlap_grad_reduce": True}
+OVERLAP = {**SHARDED, **EARLY, "overlap_param_gather": True}
 MORE: dict[str, Case] = {
+    "TP2+SP recompute full": Case(2, SP2, recompute="full"),
+    "TP2+SP recompute selective": Case(2, SP2, recompute="selective"),
     "CP2 recompute full": Case(2, {"context": 2}, recompute="full"),
+    "CP2 recompute selective": Case(2, {"context": 2}, recompute="selective"),
+    "PP2 recompute full": Case(2, {"pipeline": 2}, recompute="full"),
+    "PP2xVPP2 recompute full": Case(2, VPP, recompute="full"),
+    "PP2xVPP2 recompute selective": Case(2, VPP, recompute="selective"),
+    "EP2 recompute full": Case(2, {"expert": 2}, "experts", recompute="full"),
+    "EP2 recompute selective": Case(2, {"expert": 2}, "experts", recompute="selective"),
+    "DP2 early reduction": Case(2, optimizer=EARLY),
+    "CP2 early reduction": Case(2, {"context": 2}, optimizer=EARLY),
+    "DP2 overlap": Case(2, optimizer=OVERLAP),
+    "CP2 overlap": Case(2, {"context": 2}, optimizer=OVERLAP),
+    "PP2 overlap": Case(2, {"pipeline": 2}, optimizer=OVERLAP),
+    "PP2xVPP2 overlap": Case(2, VPP, optimizer=OVERLAP),
+    "TP2+SP overlap": Case(2, SP2, optimizer=OVERLAP),
+    "EP2 overlap": Case(2, {"expert": 2}, "experts", OVERLAP),
+    "TP2 tied": Case(2, {"tensor": 2}, "tied"),
+    "TP2+SP tied": Case(2, SP2, "tied"),
+    "PP2xVPP2 tied": Case(2, VPP, "tied"),
+    "PP2 uneven": Case(2, {"pipeline": 2}, "uneven"),
+    "PP2xVPP2 uneven": Case(2, VPP, "uneven"),
+    "TP2+SP experts": Case(2, SP2, "experts"),
+    "TP2+SPxEP2": Case(2, {**SP2, "expert": 2}, "experts"),
+    "CP2 experts": Case(2, {"context": 2}, "experts"),
+    "CP2 with EP2 inside": Case(2, {"context": 2, "expert": 2}, "experts"),
+    "PP2xVPP2 experts": Case(2, VPP, "experts"),
+    "DP2xPP2xVPP2 tied": Case(4, VPP, "tied"),
+    "DP2xPP2xVPP2 overlap": Case(4, VPP, optimizer=OVERLAP),
+    "DP2xPP2xVPP2 early reduction": Case(4, VPP, optimizer=EARLY),
+    "DP2xPP2 tied overlap": Case(4, {"pipeline": 2}, "tied", OVERLAP),
+    "DP2xCP2 overlap": Case(4, {"context": 2}, optimizer=OVERLAP),
+    "DP2xTP2+SP tied overlap": Case(4, SP2, "tied", OVERLAP),
+    "PP4 tied": Case(4, {"pipeline": 4}, "tied"),
+    "CP2xPP2xVPP2 recompute full": Case(4, {**VPP, "context": 2}, recompute="full"),
+    "TP2+SPxPP2xVPP2 tied": Case(4, {**VPP, **SP2}, "tied"),
+    "EP2xPP2": Case(4, {"expert": 2, "pipeline": 2}, "experts"),
+    "EP2xPP2xVPP2 overlap": Case(4, {"expert": 2, **VPP}, "experts", OVERLAP),
+    "EP4xCP2": Case(4, {"expert": 4, "context": 2}, "experts"),
+    "EP2xDP2 sharded": Case(4, {"expert": 2}, "experts", SHARDED),
+    "EP2xDP2 overlap": Case(4, {"expert": 2}, "experts", OVERLAP),
+    "TP2+SPxEP2xDP2": Case(4, {**SP2, "expert": 2}, "experts"),
+    "TP2+SPxDP2 experts": Case(4, SP2, "experts"),
+    "TP2+SPxEP4xDP2 sharded": Case(4, {**SP2, "expert": 4}, "experts", SHARDED),
+    "TP2+SPxCP2xPP2xVPP2 tied overlap": Case(8, {**SP2, **VPP, "context": 2}, "tied", OVERLAP),
+    "TP2+SPxCP2xPP2xEP2": Case(8, {**SP2, "context": 2, "pipeline": 2, "expert": 2}, "experts"),
 }
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen2", {"tie_word_embeddings": False}),
     "tied": ("qwen2", {"tie_word_embeddings": True}),
+    "uneven": ("qwen2", {"tie_word_embeddings": True, "num_hidden_layers": 5}),
     "experts": ("mixtral", {"intermediate_size": 24}),
 }
 # Without fast rotation a key bias shifts all scores of a query alike, and its gradient cancels to rounding.
@@ -119,7 +168,8 @@ def plain_model(folder: Path, model: str) -> PlainModel:
     """The reference on a folder's tensors."""
     from safetensors.torch import load_file
 
-    shape = Shape(layers=4, heads=4, kv_heads=2, theta=THETA, eps=1e-5)
-    shape.experts_per_token = 2 if model == "experts" else 0
     tensors: dict[str, Tensor] = load_file(folder / "model.safetensors")
+    layers = sum(name.endswith("input_layernorm.weight") for name in tensors)
+    shape = Shape(layers, heads=4, kv_heads=2, theta=THETA, eps=1e-5)
+    shape.experts_per_token = 2 if model == "experts" else 0
     return PlainModel(tensors, shape)

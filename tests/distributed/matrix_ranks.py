@@ -60,7 +60,11 @@ class Difference:
     def red(self, tolerance: float = TOLERANCE) -> list[str]:
         """What is out of tolerance; a NaN is."""
         parts = {"loss": self.loss, "grad_norm": self.norm, "between sizes": self.between}
-        return [name for name, value in {**parts, **self.metrics, **self.gradients}.items() if not value < tolerance]
+        return [
+            name
+            for name, value in {**parts, **self.metrics, **self.gradients}.items()
+            if not value < tolerance
+        ]
 
 
 @dataclass
@@ -99,6 +103,7 @@ def run_cases(cases: Mapping[str, Case], stored: bytes, runs: list[Run]) -> dict
 def run_case(case: Case, fixture: Fixture, runs: list[Run]) -> Outcome:
     begin, outcome = perf_counter(), Outcome()
     learner = learner_of(case, fixture)
+    idle_update(learner, fixture)  # skipped, so it must leave nothing behind
     first: dict[str, dict[str, Tensor]] = {}
     for run in runs:
         metrics, gradients, count = one_update(learner, fixture, run)
@@ -123,6 +128,15 @@ def one_update(learner: Any, fixture: Fixture, run: Run) -> tuple[dict[str, floa
     return metrics, whole_gradients(learner), micro_batches(learner, fixture)
 
 
+def idle_update(learner: Any, fixture: Fixture) -> None:
+    """An update without any advantage."""
+    sequences = [replace(one, advantage=0.0) for one in fixture.sequences]
+    learner.settings = replace(learner.settings, max_tokens=1000)
+    metrics = learner.update(share(sequences, "response"), make_objective("pnpo"), step=1)
+    if metrics["update/skipped"] != 1.0:
+        raise AssertionError("an update without any advantage was not skipped")
+
+
 def micro_batches(learner: Any, fixture: Fixture) -> int:
     from pnpo_megatron.data.partition import plan_micro_batches
 
@@ -134,6 +148,8 @@ def whole_gradients(learner: Any) -> dict[str, Tensor]:
 
     A tied model's second table, which is not exported, is looked at on the rank that has it.
     """
+    from megatron.core import parallel_state
+
     from pnpo_megatron.convert.stream import tied_copy
 
     if learner.optimizer_settings.distributed:
@@ -147,7 +163,11 @@ def whole_gradients(learner: Any) -> dict[str, Tensor]:
         one.data.copy_(weight)
     copy = tied_copy(learner.chunks, learner.arch)
     if copy is not None:
-        found[f"{EMBEDDING} copy"] = copy.main_grad[: learner.arch.vocab].clone()
+        parts = [torch.empty_like(copy.main_grad) for _ in range(learner.groups.tp_size)]
+        dist.all_gather(
+            parts, copy.main_grad.contiguous(), group=parallel_state.get_tensor_model_parallel_group()
+        )
+        found[f"{EMBEDDING} copy"] = torch.cat(parts)[: learner.arch.vocab]
     return found
 
 
@@ -187,5 +207,7 @@ def difference_of(metrics: dict[str, float], gradients: dict[str, Tensor], answe
         loss=abs(metrics["loss"] - answer.loss) / answer.scale,
         norm=abs(metrics["grad_norm"] - answer.norm) / answer.norm,
         gradients=distances(gradients, answer.gradients, answer),
-        metrics={name: abs(metrics[name] - expected[name]) / max(1.0, abs(expected[name])) for name in others},
+        metrics={
+            name: abs(metrics[name] - expected[name]) / max(1.0, abs(expected[name])) for name in others
+        },
     )

@@ -34,9 +34,7 @@ def test_no_token_stands_at_a_bound_or_between_two_experts(fixtures: dict[str, F
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_reference_is_the_model_that_transformers_runs(
-    fixtures: dict[str, Fixture], model: str
-) -> None:
+def test_the_reference_is_the_model_that_transformers_runs(fixtures: dict[str, Fixture], model: str) -> None:
     from transformers import AutoModelForCausalLM
 
     options = {"attn_implementation": "eager", "experts_implementation": "eager"}

@@ -1,0 +1,85 @@
+"""Layouts that cannot be trained, or that Megatron would compute wrongly, are refused with the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import make_hf_model, save_hf_model
+
+from pnpo_megatron.convert.architecture import Architecture
+from pnpo_megatron.convert.hf_folder import HfFolder
+from pnpo_megatron.errors import ConfigError, ConversionError
+from pnpo_megatron.policy.model import check_layout, transformer_config
+from pnpo_megatron.policy.process_groups import ParallelSettings
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "experts cut by TP": ("mixtral", {"tensor": 2}, r"parallel\.tensor = 2 with experts.*sequence = true"),
+    "experts that do not divide": ("mixtral", {"expert": 3}, r"expert = 3 does not divide the model's 4"),
+    "experts of a dense model": (
+        "qwen2",
+        {"expert": 2},
+        r"parallel\.expert = 2: qwen2 has no experts; set it",
+    ),
+    "stages without layers": (
+        "qwen2",
+        {"pipeline": 4, "virtual_pipeline": 2},
+        r"8 stages for 4 layers; use at most 4",
+    ),
+    "uneven heads": (
+        "qwen2",
+        {"tensor": 3},
+        r"parallel\.tensor = 3 does not divide 8 query heads.*use 1, 2, 4",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def architectures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Architecture]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        family: HfFolder(save_hf_model(make_hf_model(family), folder / family)).architecture
+        for family in ("qwen2", "mixtral")
+    }
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_layout_that_does_not_fit_the_model_is_refused(
+    architectures: dict[str, Architecture], case: str
+) -> None:
+    family, sizes, message = REFUSED[case]
+    for check in (check_layout, lambda arch, sizes: transformer_config(arch, sizes, dtype=torch.float32)):
+        with pytest.raises((ConfigError, ConversionError), match=message):
+            check(architectures[family], ParallelSettings(**sizes))
+
+
+def test_experts_under_sequence_parallelism_are_accepted(architectures: dict[str, Architecture]) -> None:
+    for expert in (1, 2, 4):
+        check_layout(architectures["mixtral"], ParallelSettings(tensor=2, sequence=True, expert=expert))
+
+
+@pytest.mark.parametrize("pipeline", [2, 4])
+def test_no_setting_leads_to_virtual_stages_without_overlapped_messages(
+    architectures: dict[str, Architecture], pipeline: int
+) -> None:
+    """On two ranks Megatron-Core 0.16 would mix up their messages and compute wrong numbers without a word."""
+    parallel = ParallelSettings(pipeline=pipeline, virtual_pipeline=4 // pipeline)
+    for recompute in ("none", "selective", "full"):
+        config = transformer_config(
+            architectures["qwen2"], parallel, dtype=torch.float32, recompute=recompute
+        )
+        assert config.overlap_p2p_comm == (parallel.virtual_pipeline > 1)
+        assert config.batch_p2p_comm != config.overlap_p2p_comm
+
+
+def test_virtual_stages_of_two_ranks_without_overlapped_messages_are_refused(
+    architectures: dict[str, Architecture],
+) -> None:
+    parallel = ParallelSettings(pipeline=2, virtual_pipeline=2)
+    plain = {"overlap_p2p_comm": False, "batch_p2p_comm": True}
+    with pytest.raises(
+        ConfigError, match=r"pipeline = 2 with virtual_pipeline = 2.*set overlap_p2p_comm = True"
+    ):
+        transformer_config(architectures["qwen2"], parallel, dtype=torch.float32, **plain)
