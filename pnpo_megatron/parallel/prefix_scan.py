@@ -93,7 +93,7 @@ def prefix_scan(
     if counts is None and values.device.type == "cpu" and not bool(counted_offset.any()):
         return prefix, total
     if counts is None or counted_before is None:
-        counts, counted_before = torch.zeros_like(ticks), 0
+        counts, counted_before = torch.zeros_like(ticks), torch.zeros_like(before)
     return prefix.add_(special_sum(_scan_onto(counts, starts, counted_offset - counted_before))), total
 
 
