@@ -24,7 +24,12 @@ from pnpo_megatron.parallel.groups import ParallelGroups
 from pnpo_megatron.policy.learner import LearnerSettings, MegatronLearner
 from pnpo_megatron.policy.model import build_model, check_layout
 from pnpo_megatron.policy.optimizer import OptimizerSettings
-from pnpo_megatron.policy.process_groups import ParallelSettings, initialize_parallel, start_distributed
+from pnpo_megatron.policy.process_groups import (
+    ParallelSettings,
+    initialize_parallel,
+    make_deterministic,
+    start_distributed,
+)
 from pnpo_megatron.reward.pool import RewardPool
 from pnpo_megatron.reward.worker import load_function
 from pnpo_megatron.rollout.stop_tokens import read_stop_token_ids
@@ -139,6 +144,8 @@ def live_parts(config: Config, inputs: Inputs) -> Iterator[Live]:
 
     The engine starts first: importing it takes seconds in which Megatron builds.
     """
+    if config.run.deterministic and torch.cuda.is_available():
+        make_deterministic()
     start_distributed(config.run.timeout_s)
     rank = torch.distributed.get_rank()
     with ExitStack() as stack:
@@ -161,6 +168,8 @@ def build_learner(config: Config, inputs: Inputs, groups: ParallelGroups) -> Meg
         ParallelSettings(**config.parallel.model_dump()),
         dtype=DTYPES[config.model.dtype],
         recompute=config.model.recompute,
+        attention_backend=config.model.attention_backend,
+        deterministic_mode=config.run.deterministic and torch.cuda.is_available(),
     )
     load_hf_weights(chunks, inputs.folder, groups)
     settings = config.optimizer.model_dump(exclude={"max_skipped"})

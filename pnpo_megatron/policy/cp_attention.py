@@ -7,11 +7,10 @@ no real query can see a padded key.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,19 +25,6 @@ from pnpo_megatron.parallel.groups import group_rank, group_size
 _CALL_PAIRS = 256
 _PADDING = 0.3
 _LARGEST_MASK = 2**24
-
-
-def attention_spec_choice(
-    cuda_available: bool | None = None, te_installed: bool | None = None
-) -> Literal["te", "local"]:
-    """Which layer spec to build: TransformerEngine's where it and a GPU are there, otherwise the local one.
-
-    Args:
-        cuda_available, te_installed: what to decide for; None asks this machine.
-    """
-    cuda = torch.cuda.is_available() if cuda_available is None else cuda_available
-    te = importlib.util.find_spec("transformer_engine") is not None if te_installed is None else te_installed
-    return "te" if cuda and te else "local"
 
 
 class SdpaCoreAttention(torch.nn.Module):

@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor
@@ -24,7 +25,7 @@ from pnpo_megatron.convert.architecture import Architecture, Experts
 from pnpo_megatron.convert.families import check_tensor_parallel
 from pnpo_megatron.errors import ConfigError
 from pnpo_megatron.policy.process_groups import ParallelSettings
-from pnpo_megatron.policy.spec import block_spec, has_transformer_engine
+from pnpo_megatron.policy.spec import block_spec, uses_transformer_engine
 from pnpo_megatron.types import PackedBatch
 
 # Megatron's own default; the same for all usual tensor-parallel sizes, so checkpoints fit each other.
@@ -83,8 +84,8 @@ def check_layout(arch: Architecture, parallel: ParallelSettings) -> None:
         )
     if parallel.tensor > 1 and not parallel.sequence:
         raise ConfigError(
-            f"parallel.tensor = {parallel.tensor} with experts needs parallel.sequence = true: Megatron refuses "
-            "to train them otherwise, in the first forward pass"
+            f"parallel.tensor = {parallel.tensor} with experts needs parallel.sequence = true: without it "
+            "Megatron stops in the first forward pass"
         )
 
 
@@ -269,20 +270,24 @@ def build_model(
     *,
     dtype: torch.dtype,
     recompute: str = "none",
+    attention_backend: str = "auto",
     **overrides: Any,
 ) -> list[PolicyModel]:
     """This rank's model chunks, one a virtual pipeline stage, with weights still to be loaded.
 
-    Args: as `transformer_config`.
+    Args:
+        arch, parallel, dtype, recompute, overrides: as `transformer_config`.
+        attention_backend: "auto", "flash", "fused", "unfused" of TransformerEngine, or "local".
 
     Raises:
         ConfigError, ConversionError: a setting or architecture that cannot be built.
     """
+    overrides = {"attention_backend": AttnBackend[attention_backend], **overrides}
     config = transformer_config(arch, parallel, dtype=dtype, recompute=recompute, **overrides)
     virtual: Sequence[int | None] = (
         range(parallel.virtual_pipeline) if parallel.virtual_pipeline > 1 else [None]
     )
-    engine = has_transformer_engine()
+    engine = uses_transformer_engine(attention_backend)
     return [
         PolicyModel(
             arch,

@@ -111,6 +111,14 @@ def initialize_parallel(
     )
 
 
+def make_deterministic() -> None:
+    """GPU kernels and reductions that repeat bit for bit; call it before anything touches a device."""
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    os.environ["NCCL_ALGO"] = "Ring"
+    torch.use_deterministic_algorithms(True)
+
+
 def leave_distributed() -> None:
     """Wait for every rank, then end the process group: the first to leave may take the others down with
     it."""

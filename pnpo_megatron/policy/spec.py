@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -29,15 +30,18 @@ class RmsNorm(torch.nn.RMSNorm):
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
 
 
-def has_transformer_engine() -> bool:
-    """Whether TransformerEngine can be imported and used."""
-    if not torch.cuda.is_available():
-        return False
-    try:
-        import transformer_engine  # noqa: F401
-    except ImportError:
-        return False
-    return True
+def uses_transformer_engine(
+    backend: str = "auto", *, cuda: bool | None = None, installed: bool | None = None
+) -> bool:
+    """Which layers a model gets: TransformerEngine's where it and a GPU are there, else Megatron's plain ones.
+
+    Args:
+        backend: model.attention_backend; "local" asks for the plain ones.
+        cuda, installed: what to decide for; None asks this machine.
+    """
+    cuda = torch.cuda.is_available() if cuda is None else cuda
+    installed = find_spec("transformer_engine") is not None if installed is None else installed
+    return cuda and installed and backend != "local"
 
 
 def block_spec(config: TransformerConfig, *, transformer_engine: bool, vp_stage: int | None) -> Any:

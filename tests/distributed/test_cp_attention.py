@@ -16,7 +16,6 @@ from pnpo_megatron.errors import ConfigError
 from pnpo_megatron.parallel.cp_layout import local_index
 from pnpo_megatron.policy.cp_attention import (
     SdpaCoreAttention,
-    attention_spec_choice,
     packed_causal_attention,
 )
 
@@ -134,10 +133,3 @@ def test_lengths_that_do_not_fill_the_tokens_are_refused() -> None:
     query, key, value, _ = inputs([16])
     with pytest.raises(ValueError, match="16 tokens on each of 1 .* lengths \\[8, 4\\]"):
         packed_causal_attention(query, key, value, [8, 4], SCALE, None)
-
-
-@pytest.mark.parametrize(
-    ("cuda", "te", "choice"), [(True, True, "te"), (True, False, "local"), (False, True, "local")]
-)
-def test_transformer_engine_is_chosen_where_it_and_a_gpu_are_there(cuda: bool, te: bool, choice: str) -> None:
-    assert attention_spec_choice(cuda_available=cuda, te_installed=te) == choice
