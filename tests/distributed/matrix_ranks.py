@@ -35,6 +35,7 @@ class Run:
 ALL = 1000.0
 FULL = [Run(name, padded, size) for padded in (False, True) for size in (1, 2, ALL) for name in OBJECTIVES]
 FAST = [run for run in FULL if run.sequences == (1 if run.padded else 2) or run.objective == "pnpo"]
+FEW = [Run("pnpo", False, 1), Run("pnpo", True, 2), Run("minpro", False, ALL)]
 
 
 @dataclass
