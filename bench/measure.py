@@ -85,8 +85,18 @@ def _status_bytes(field: str) -> int:
 
 
 def in_fresh_process(function: Callable[..., Any], *args: Any, timeout_s: float = 900.0) -> Any:
-    """`function(*args)` in a new process with one thread: its memory peak is nobody else's."""
-    return on_ranks(function, 1, *args, timeout_s=timeout_s)[0]
+    """`function(*args)` in a forked process with one thread: its memory peak is nobody else's.
+
+    What this process has imported comes along, so slow imports happen once; it must hold no large tensor.
+    """
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+        return pool.submit(_with_one_thread, function, args).result(timeout_s)
+
+
+def _with_one_thread(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    torch.set_num_threads(1)
+    torch.manual_seed(1234)
+    return function(*args)
 
 
 def on_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 300.0) -> list[Any]:
