@@ -131,8 +131,8 @@ def leave_distributed() -> None:
 def release_parallel() -> None:
     """Drop Megatron's groups, so that another layout can be set up in the same processes.
 
-    Megatron only forgets them. A gloo group left behind keeps three threads that wake a hundred times a second,
-    and a layout has about thirty groups, so they are destroyed here.
+    Megatron only forgets them. A gloo group left behind keeps three threads that wake a hundred times a
+    second, and a layout has about twenty groups, so they are destroyed here.
     """
     parallel_state.destroy_model_parallel()
     for group in list(distributed_c10d._world.pg_map):
