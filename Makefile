@@ -57,6 +57,7 @@ test-gpu: $(STAMP)  ## the tests that need a CUDA device
 bench: $(STAMP) $(BENCH_STAMP)  ## measure communication, memory and cost, TRL and verl beside it (about 20 minutes)
 	@for script in communication cost_growth head_memory; do echo "bench: $$script"; PYTHONPATH=. $(BIN)/python bench/$$script.py; done
 	@echo "bench: objective_cost"; PYTHONPATH=. $(BENCH_VENV)/bin/python bench/objective_cost.py
+	@$(BIN)/python bench/write_tables.py
 
 bench-rollout: $(STAMP)  ## measure the sampler against plain vLLM (minutes)
 	@$(BIN)/python bench/rollout_throughput.py
