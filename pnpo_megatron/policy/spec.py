@@ -33,7 +33,7 @@ class RmsNorm(torch.nn.RMSNorm):
 def uses_transformer_engine(
     backend: str = "auto", *, cuda: bool | None = None, installed: bool | None = None
 ) -> bool:
-    """Which layers a model gets: TransformerEngine's where it and a GPU are there, else Megatron's plain ones.
+    """Which layers a model gets: TransformerEngine's where it and a GPU are there, else Megatron's own.
 
     Args:
         backend: model.attention_backend; "local" asks for the plain ones.
