@@ -128,7 +128,19 @@ def make_optimizer(
         use_distributed_optimizer=settings.distributed,
         overlap_param_gather=settings.overlap_param_gather,
     )
-    return get_megatron_optimizer(config, list(chunks))
+    optimizer = get_megatron_optimizer(config, list(chunks))
+    _fill_state(optimizer)
+    return optimizer
+
+
+def _fill_state(optimizer: MegatronOptimizer) -> None:
+    """Zero moments and a step count from the start: Adam makes them at its first step, and a run whose first
+    updates were all skipped must be saved, and restored, like any other."""
+    for part in optimizer.chained_optimizers:
+        part.init_state_fn(part.optimizer, part.config)
+        for group in part.optimizer.param_groups:
+            if group["params"]:
+                group.setdefault("step", 0)
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, settings: OptimizerSettings, step: int) -> float:
