@@ -75,7 +75,7 @@ def check_layout(arch: Architecture, parallel: ParallelSettings) -> None:
     if arch.experts is None:
         if parallel.expert > 1:
             raise ConfigError(
-                f"parallel.expert = {parallel.expert}: {arch.family} has no experts; set it to 1"
+                f"parallel.expert = {parallel.expert}: {arch.family} has no experts; use 1"
             )
         return
     if arch.experts.count % parallel.expert:

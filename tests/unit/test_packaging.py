@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -97,9 +98,12 @@ needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run make in the repository."""
+    """Run make in the repository, as if no other make had started these tests."""
     command = ["make", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    clean = {key: value for key, value in os.environ.items() if key not in ("MAKELEVEL", "MAKEFLAGS", "MFLAGS")}
+    return subprocess.run(
+        command, cwd=ROOT, env=clean, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 @needs_make
