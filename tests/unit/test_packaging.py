@@ -100,7 +100,8 @@ needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run make in the repository, as if no other make had started these tests."""
     command = ["make", *arguments]
-    clean = {key: value for key, value in os.environ.items() if key not in ("MAKELEVEL", "MAKEFLAGS", "MFLAGS")}
+    inherited = ("MAKELEVEL", "MAKEFLAGS", "MFLAGS")
+    clean = {key: value for key, value in os.environ.items() if key not in inherited}
     return subprocess.run(
         command, cwd=ROOT, env=clean, capture_output=True, text=True, timeout=60, check=False
     )
