@@ -20,6 +20,7 @@ from pnpo_megatron.data.prompts import PromptSource, load_prompts
 from pnpo_megatron.data.templates import load_tokenizer
 from pnpo_megatron.errors import ConfigError
 from pnpo_megatron.eval.benchmarks import Benchmark, load_benchmark
+from pnpo_megatron.eval.evaluate import check_request
 from pnpo_megatron.parallel.groups import ParallelGroups
 from pnpo_megatron.policy.learner import LearnerSettings, MegatronLearner
 from pnpo_megatron.policy.model import build_model, check_layout
@@ -78,64 +79,60 @@ def read_inputs(config: Config) -> Inputs:
     Raises:
         UserError: naming the setting, what was found and what works.
     """
-    if not config.model.hf.is_dir():
-        raise ConfigError(
-            f"model.hf = {config.model.hf}: no such folder; give a Hugging Face folder "
-            "with config.json and safetensors"
-        )
-    folder = HfFolder(config.model.hf)
-    arch = folder.architecture
-    longest = config.rollout.max_prompt_tokens + max(config.rollout.max_response_tokens, _eval_tokens(config))
-    if longest > arch.max_positions:
-        raise ConfigError(
-            f"rollout.max_prompt_tokens + max_response_tokens = {longest} exceeds the model's "
-            f"{arch.max_positions} positions; use a max_response_tokens of "
-            f"{arch.max_positions - config.rollout.max_prompt_tokens} or less"
-        )
-    folder.check_complete()
-    parallel = ParallelSettings(**config.parallel.model_dump())
-    check_layout(arch, parallel)
-    parallel.data_size(int(os.environ.get("WORLD_SIZE", "1")))
+    folder = _read_model(config)
     _check_reward(config.reward.function)
     tokenizer = load_tokenizer(folder.path)
-    loaded = load_prompts(
-        config.data.prompts,
-        tokenizer,
-        template=config.data.template,
-        conflicts=config.data.conflicts,
-        max_prompt_tokens=config.rollout.max_prompt_tokens,
-        system_prompt=config.data.system_prompt,
-        template_kwargs=config.data.template_kwargs,
-    )
-    if len(loaded.prompts) < config.rollout.prompts and not config.rollout.replay:
+    data, rollout = config.data, config.rollout
+    form: dict[str, Any] = {
+        "template": data.template,
+        "max_prompt_tokens": rollout.max_prompt_tokens,
+        "system_prompt": data.system_prompt,
+        "template_kwargs": data.template_kwargs,
+    }
+    loaded = load_prompts(data.prompts, tokenizer, conflicts=data.conflicts, **form)
+    if len(loaded.prompts) < rollout.prompts and not rollout.replay:
         raise ConfigError(
-            f"rollout.prompts = {config.rollout.prompts}: data.prompts = {config.data.prompts} holds "
+            f"rollout.prompts = {rollout.prompts}: data.prompts = {data.prompts} holds "
             f"{len(loaded.prompts)} usable prompts ({loaded.summary}); use {len(loaded.prompts)} or fewer"
         )
-    benchmarks = [
-        load_benchmark(
-            path,
-            tokenizer,
-            template=config.data.template,
-            max_prompt_tokens=config.rollout.max_prompt_tokens,
-            system_prompt=config.data.system_prompt,
-            template_kwargs=config.data.template_kwargs,
-        )
-        for path in config.eval.benchmarks
-    ]
+    benchmarks = [load_benchmark(path, tokenizer, **form) for path in config.eval.benchmarks]
     stop = read_stop_token_ids(folder.path, tokenizer.eos_token_id)
-    rollout = config.rollout
+    eval_sampling = Sampling(config.eval.temperature, _eval_tokens(config), config.eval.top_p, 0, stop)
+    if benchmarks:
+        check_request(benchmarks, config.eval.samples, eval_sampling)
     return Inputs(
         folder=folder,
-        architecture=arch,
+        architecture=folder.architecture,
         tokenizer=tokenizer,
         prompts=loaded.prompts,
         prompt_summary=str(loaded.summary),
         benchmarks=benchmarks,
         objective=_objective(config),
         sampling=Sampling(rollout.temperature, rollout.max_response_tokens, 1.0, rollout.min_tokens, stop),
-        eval_sampling=Sampling(config.eval.temperature, _eval_tokens(config), config.eval.top_p, 0, stop),
+        eval_sampling=eval_sampling,
     )
+
+
+def _read_model(config: Config) -> HfFolder:
+    """The model folder, if it is whole, long enough, and fits the layout and the ranks."""
+    if not config.model.hf.is_dir():
+        raise ConfigError(
+            f"model.hf = {config.model.hf}: no such folder; give a Hugging Face folder "
+            "with config.json and safetensors"
+        )
+    folder = HfFolder(config.model.hf)
+    positions = folder.architecture.max_positions
+    longest = config.rollout.max_prompt_tokens + max(config.rollout.max_response_tokens, _eval_tokens(config))
+    if longest > positions:
+        raise ConfigError(
+            f"rollout.max_prompt_tokens + max_response_tokens = {longest} exceeds the model's {positions} "
+            f"positions; use a max_response_tokens of {positions - config.rollout.max_prompt_tokens} or less"
+        )
+    folder.check_complete()
+    parallel = ParallelSettings(**config.parallel.model_dump())
+    check_layout(folder.architecture, parallel)
+    parallel.data_size(int(os.environ.get("WORLD_SIZE", "1")))
+    return folder
 
 
 @contextmanager

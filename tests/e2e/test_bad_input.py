@@ -41,6 +41,7 @@ def run(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], *flags: 
         (["--data.prompts=nowhere.jsonl"], ["nowhere.jsonl", "no such file"]),
         (["--data.template=chat"], ["data.template", "no chat template", "raw"]),
         (["--reward.function=nowhere:reward"], ["reward.function", "nowhere"]),
+        (["--eval.temperature=0"], ["eval.samples = 2", "eval.temperature = 0", "samples = 1"]),
         (["--parallel.tensor=3"], ["parallel.tensor", "3"]),
     ],
 )
