@@ -45,7 +45,7 @@ lint: $(STAMP)  ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 
-test: lint  ## lint, then every CPU test (under 10 minutes on two cores)
+test: lint  ## lint, then every CPU test (about 10 minutes on two cores)
 	@$(BIN)/python -m pytest -m "not gpu and not slow"
 
 test-slow: $(STAMP)  ## the CPU tests that take minutes

@@ -8,10 +8,17 @@ from time import perf_counter
 from pnpo_megatron.errors import ConfigError, RewardFaultError, RolloutError
 from pnpo_megatron.eval.benchmarks import Benchmark
 from pnpo_megatron.eval.results import BenchmarkResult, EvalResult, SampleResult
-from pnpo_megatron.types import Prompt, RewardInput, RewardResult, Rollout, RolloutGroup, Sampler, Sampling
+from pnpo_megatron.types import (
+    Grade,
+    Prompt,
+    RewardInput,
+    RewardResult,
+    Rollout,
+    RolloutGroup,
+    Sampler,
+    Sampling,
+)
 
-Grade = Callable[[Sequence[RewardInput]], Callable[[], list[RewardResult]]]
-"""Starts grading and returns a function that waits for the results: `RewardPool.start`."""
 RIGHT_ABOVE = 0.5
 """A sample counts as right when its reward is above this; the maths grader gives 0 or 1."""
 
