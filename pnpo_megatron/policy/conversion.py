@@ -13,8 +13,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from pnpo_megatron.convert.architecture import Architecture
-from pnpo_megatron.convert.families import hf_shapes
+from pnpo_megatron.convert.dry_run import check_space, describe
 from pnpo_megatron.convert.hf_folder import HfFolder, write_hf_folder
 from pnpo_megatron.convert.stream import export_hf, load_hf_weights
 from pnpo_megatron.errors import ConversionError
@@ -38,17 +37,8 @@ class Plan:
     dtype: torch.dtype
 
     def summary(self) -> str:
-        """Family, size and target, in one line each."""
-        arch: Architecture = self.source.architecture
-        count = sum(torch.Size(shape).numel() for shape in hf_shapes(arch).values())
-        size = count * self.dtype.itemsize
-        return (
-            f"family      {arch.family}, {arch.layers} layers, hidden {arch.hidden}, {arch.heads} heads, "
-            f"{arch.kv_heads} key-value heads, vocabulary {arch.vocab}, {'tied' if arch.tied else 'untied'}\n"
-            f"parameters  {count:,} in {len(hf_shapes(arch))} tensors, {size / 2**20:,.1f} MiB as "
-            f"{self.dtype}\n"
-            f"target      {self.out}"
-        )
+        """Family, shapes, bytes, time and target."""
+        return describe(self.source.architecture, self.dtype, self.out)
 
 
 def plan_hf_to_megatron(hf: Path, out: Path, dtype: torch.dtype | None, *, overwrite: bool) -> Plan:
@@ -60,7 +50,9 @@ def plan_hf_to_megatron(hf: Path, out: Path, dtype: torch.dtype | None, *, overw
     source = HfFolder(hf)
     source.check_complete()
     refuse_existing(out, overwrite=overwrite)
-    return Plan(source, out, dtype or source.dtype())
+    plan = Plan(source, out, dtype or source.dtype())
+    check_space(source.architecture, plan.dtype, out)
+    return plan
 
 
 def plan_megatron_to_hf(megatron: Path, out: Path, dtype: torch.dtype | None, *, overwrite: bool) -> Plan:
@@ -72,7 +64,9 @@ def plan_megatron_to_hf(megatron: Path, out: Path, dtype: torch.dtype | None, *,
     checkpoint_content(megatron)
     source = stored_hf_files(megatron)
     refuse_existing(out, overwrite=overwrite)
-    return Plan(source, out, dtype or stored_dtype(megatron))
+    plan = Plan(source, out, dtype or stored_dtype(megatron))
+    check_space(source.architecture, plan.dtype, out)
+    return plan
 
 
 def refuse_existing(out: Path, *, overwrite: bool) -> None:
