@@ -156,11 +156,11 @@ def read_rope(config: HfConfig) -> Rope:
             "neither rope_theta nor rope_parameters.rope_theta is there; add the one used "
             "in training (older Llama files that leave it out mean 10000.0)",
         )
-    if len({float(theta) for theta in thetas}) > 1:
+    theta = positive_number(config, "rope_theta", thetas[0])
+    if any(other != theta for other in thetas):
         raise config.refuse("rope_theta", f"{key} says {scaling.get('rope_theta')}; make the two agree")
     if scaling.get("mrope_section"):
         raise config.refuse(key, "multimodal rotary positions (mrope_section) are not supported")
-    theta = positive_number(config, "rope_theta", thetas[0])
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     return _scaled_rope(config, key, theta, kind, scaling)
 
@@ -186,29 +186,50 @@ def _scaled_rope(config: HfConfig, key: str, theta: float, kind: Any, scaling: M
 def refuse_what_no_family_has(config: HfConfig) -> None:
     """Settings that would change the computation and that no family here represents."""
     values = config.values
-    if values.get("quantization_config"):
-        method = values["quantization_config"].get("quant_method")
-        raise ConversionError(
-            f"{config.source}: quantization_config.quant_method = {json_like(method)}: quantised weights "
-            "cannot be trained; use the folder with bfloat16 or float32 weights"
-        )
-    if values.get("auto_map"):
-        raise config.refuse(
-            "auto_map", "the model brings its own code, which is never run; use a model without it"
-        )
-    if values.get("dual_chunk_attention_config"):
-        raise config.refuse(
-            "dual_chunk_attention_config", "dual chunk attention is not supported; use the plain model"
-        )
-    if any(kind != "full_attention" for kind in values.get("layer_types") or ()):
+    for key in ("quantization_config", "compression_config", "quantization"):
+        found = values.get(key)
+        if found:
+            method = found.get("quant_method") if isinstance(found, dict) else found
+            raise ConversionError(
+                f"{config.source}: {key}.quant_method = {json_like(method)}: quantised weights "
+                "cannot be trained; use the folder with bfloat16 or float32 weights"
+            )
+    for key, why in _NEVER.items():
+        if values.get(key):
+            raise config.refuse(key, why)
+    kinds = values.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise config.refuse("layer_types", "only full_attention layers are supported")
-    for key in ("attention_bias", "mlp_bias"):
-        if config.flag(key):
-            raise config.refuse(key, "not supported for this family; only false is")
     if values.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise config.refuse("partial_rotary_factor", "only 1.0 (all dimensions rotate) is supported")
     if values.get("hidden_act", "silu") not in ("silu", "swish"):
         raise config.refuse("hidden_act", "only silu is supported")
+
+
+_NEVER = {
+    "auto_map": "the model brings its own code, which is never run; use a model without it",
+    "dual_chunk_attention_config": "dual chunk attention is not supported; use the plain model",
+    "use_sliding_window": "sliding windows are not supported; only false is",
+    "attention_bias": "not supported for this family; only false is",
+    "mlp_bias": "not supported for this family; only false is",
+    "attention_sinks": "attention sinks are not supported",
+    "attention_chunk_size": "chunked attention is not supported",
+    "attn_logit_softcapping": "capped logits are not supported",
+    "final_logit_softcapping": "capped logits are not supported",
+    "num_nextn_predict_layers": "layers that predict further tokens are not supported; use a model without",
+}
+
+
+def refuse_window(config: HfConfig, arch: Architecture, *, absent: int | None = None) -> None:
+    """Refuse a ``sliding_window`` shorter than the positions; ``absent`` is what a missing key means."""
+    window = config.values.get("sliding_window", absent)
+    if window is not None and not (type(window) is int and window >= arch.max_positions):
+        raise config.refuse(
+            "sliding_window",
+            f"shorter than max_position_embeddings = {arch.max_positions}"
+            f"{f' ({absent} where absent)' if absent else ''}; "
+            "sliding windows are not supported, only null is",
+        )
 
 
 def read_dense(

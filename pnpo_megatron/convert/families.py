@@ -21,7 +21,8 @@ def family_of(config: HfConfig) -> Family:
     Raises:
         ConversionError: an unknown family, or a head that is not a language model's.
     """
-    family = FAMILIES.get(config.values.get("model_type", ""))
+    model_type = config.values.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise config.refuse("model_type", f"supported are {', '.join(sorted(FAMILIES))}")
     if config.values.get("architectures") not in (None, [family.architecture]):

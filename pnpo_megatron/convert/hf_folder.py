@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,12 +19,11 @@ from torch import Tensor
 
 from pnpo_megatron.convert.architecture import Architecture
 from pnpo_megatron.convert.families import hf_shapes, read_architecture
+from pnpo_megatron.convert.hf_headers import CODES, INDEX, SINGLE_FILE, Stored, read_headers, read_json
 from pnpo_megatron.errors import ConversionError
 
-INDEX = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
+LOG = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _BUFFERS = (".rotary_emb.inv_freq",)  # computed from config.json; older folders store it
 _WEIGHT_SUFFIXES = (
     ".safetensors",
@@ -35,23 +35,6 @@ _WEIGHT_SUFFIXES = (
     ".gguf",
     ".h5",
 )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-        ConversionError: the file is missing, or is not a JSON object.
-    """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConversionError(f"{path} is missing; point to a folder written by save_pretrained") from None
-    except (OSError, ValueError) as error:
-        raise ConversionError(f"{path} is not readable as JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ConversionError(f"{path} holds a {type(values).__name__}; expected a JSON object")
-    return values
 
 
 @dataclass(frozen=True)
@@ -78,102 +61,44 @@ class HfFolder:
         return read_architecture(self.config, str(self.path / "config.json"))
 
     @cached_property
-    def files(self) -> dict[str, str]:
-        """The file of every tensor, as found in the files themselves.
+    def headers(self) -> dict[str, Stored]:
+        """Where every tensor lies; reading them checks the files."""
+        return read_headers(self.path)
+
+    def stored(self, name: str) -> Stored:
+        """Where one tensor lies.
 
         Raises:
-            ConversionError: no safetensors, a damaged one, or an index that disagrees with the files (TRAPS
-                H27).
+            ConversionError: the folder does not have it.
         """
-        names = sorted(path.name for path in self.path.glob("*.safetensors"))
-        if (self.path / INDEX).exists():
-            claimed = self._index()
-            names = sorted(set(claimed.values()))
-        elif SINGLE_FILE in names:
-            claimed, names = None, [SINGLE_FILE]
-        elif len(names) == 1:
-            claimed = None
-        else:
+        if name not in self.headers:
             raise ConversionError(
-                f"{self.path} has {len(names)} safetensors files and no {INDEX}; "
-                "save the model with save_pretrained"
+                f"{name} is not in {self.path}, though its config.json calls for it; fetch it again"
             )
-        found = self._names_in(names)
-        if claimed is not None and claimed != found:
-            odd = sorted(
-                name for name in claimed.keys() | found.keys() if claimed.get(name) != found.get(name)
-            )
-            raise ConversionError(
-                f"{self.path / INDEX} and the files it names disagree about {len(odd)} tensors, first "
-                f"{odd[0]}: the index says {claimed.get(odd[0], 'absent')}, found "
-                f"{found.get(odd[0], 'absent')}; fetch the folder again"
-            )
-        return found
-
-    def _index(self) -> dict[str, str]:
-        weight_map = read_json(self.path / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise ConversionError(f"{self.path / INDEX} has no usable weight_map; fetch the folder again")
-        outside = [name for name in weight_map.values() if Path(name).name != name]
-        if outside:
-            raise ConversionError(
-                f"{self.path / INDEX} names {outside[0]!r}, which is not a file name in that folder"
-            )
-        return weight_map
-
-    def _names_in(self, files: Sequence[str]) -> dict[str, str]:
-        found: dict[str, str] = {}
-        for file in files:
-            for name in self._handle(file).keys():  # noqa: SIM118 - not a dict
-                if name in found:
-                    raise ConversionError(
-                        f"{name} is in both {found[name]} and {file} of {self.path}; fetch it again"
-                    )
-                found[name] = file
-        return found
-
-    def _handle(self, file: str) -> Any:
-        if file not in self._open_files:
-            path = self.path / file
-            try:
-                self._open_files[file] = safe_open(path, framework="pt")
-            except FileNotFoundError:
-                raise ConversionError(
-                    f"{path} is missing though the index names it; fetch it again"
-                ) from None
-            except (SafetensorError, OSError) as error:
-                raise ConversionError(f"{path} is damaged: {error}; fetch it again") from None
-        return self._open_files[file]
+        return self.headers[name]
 
     def names(self) -> list[str]:
         """Every tensor name, sorted."""
-        return sorted(self.files)
+        return sorted(self.headers)
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, read now.
+        """One tensor, read now. NaN and infinity are kept, with a warning.
 
         Raises:
             ConversionError: the folder does not have it, or the file is damaged.
         """
-        if name not in self.files:
-            raise ConversionError(
-                f"{name} is not in {self.path}, though its config.json calls for it; fetch it again"
-            )
-        file = self.files[name]
+        file = self.stored(name).file
         try:
-            return self._handle(file).get_tensor(name)
+            if file not in self._open_files:
+                self._open_files[file] = safe_open(self.path / file, framework="pt")
+            tensor: Tensor = self._open_files[file].get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ConversionError(
                 f"{self.path / file} is damaged at {name}: {error}; fetch it again"
             ) from None
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one tensor, from the file's header."""
-        if name not in self.files:
-            raise ConversionError(
-                f"{name} is not in {self.path}, though its config.json calls for it; fetch it again"
-            )
-        return tuple(self._handle(self.files[name]).get_slice(name).get_shape())
+        if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():  # NaN passes through both
+            LOG.warning("%s of %s holds NaN or infinity, which is kept", name, self.path)
+        return tensor
 
     def check_complete(self) -> None:
         """Compare names and shapes in the files with what config.json calls for; headers only.
@@ -183,11 +108,17 @@ class HfFolder:
         """
         expected = hf_shapes(self.architecture)
         for name, shape in expected.items():
-            if self.shape(name) != shape:
+            stored = self.stored(name)
+            if stored.shape != shape:
                 raise ConversionError(
-                    f"{name} is {list(self.shape(name))}; the config.json beside it calls for "
-                    f"{list(shape)}. Weights "
-                    f"and config.json in {self.path} come from different models: fetch both from one revision"
+                    f"{name} is {list(stored.shape)}; the config.json beside it calls for {list(shape)}. "
+                    f"Weights and config.json in {self.path} come from different models: fetch"
+                    " both from one revision"
+                )
+            if stored.dtype not in CODES.values():
+                raise ConversionError(
+                    f"{name} of {self.path} is stored as {stored.dtype}: quantised or whole-number weights "
+                    "cannot be trained; use the folder with bfloat16 or float32 weights"
                 )
         extra = [name for name in self.names() if name not in expected and not name.endswith(_BUFFERS)]
         if extra:
@@ -204,8 +135,10 @@ class HfFolder:
         Raises:
             ConversionError: several dtypes, or one that is not a plain float.
         """
-        codes = {self._handle(file).get_slice(name).get_dtype() for name, file in self.files.items()}
-        known = {code: dtype for dtype, code in _CODES.items()}
+        codes = {
+            stored.dtype for name, stored in self.headers.items() if not name.endswith(_BUFFERS)
+        }
+        known = {code: dtype for dtype, code in CODES.items()}
         if len(codes) != 1 or not codes <= known.keys():
             raise ConversionError(
                 f"{self.path} stores {', '.join(sorted(codes))}; state the dtype to convert to: "
@@ -355,10 +288,10 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in tensors.items():
-        if tensor.dtype not in _CODES:
+        if tensor.dtype not in CODES:
             raise ConversionError(f"{name} is {tensor.dtype}; float32, bfloat16 and float16 can be written")
         header[name] = {
-            "dtype": _CODES[tensor.dtype],
+            "dtype": CODES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, offset + tensor.nbytes],
         }

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from pnpo_megatron.convert.architecture import Architecture, HfConfig, read_dense
+from pnpo_megatron.convert.architecture import Architecture, HfConfig, read_dense, refuse_window
 from pnpo_megatron.convert.family import Family, dense_rows
 
 
 def read(config: HfConfig) -> Architecture:
-    """No biases, no query or key norms."""
-    return read_dense(config, "llama")
+    """No biases, no query or key norms. transformers ignores ``sliding_window`` here, vLLM does not."""
+    arch = read_dense(config, "llama")
+    refuse_window(config, arch)
+    return arch
 
 
 FAMILY = Family("llama", "LlamaForCausalLM", read, dense_rows)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pnpo_megatron.convert.architecture import Architecture, Experts, HfConfig, read_dense
+from pnpo_megatron.convert.architecture import Architecture, Experts, HfConfig, read_dense, refuse_window
 from pnpo_megatron.convert.family import Family, Row, expert_rows
 
 
 def read(config: HfConfig) -> Architecture:
     """Experts use ``intermediate_size``; the chosen experts' weights always sum to 1, which no key says."""
-    if config.values.get("sliding_window") is not None:
-        raise config.refuse("sliding_window", "sliding windows are not supported; only null is")
     dense = read_dense(config, "mixtral")
+    refuse_window(config, dense)
     experts = Experts(
         count=config.integer("num_local_experts"),
         per_token=config.integer("num_experts_per_tok"),

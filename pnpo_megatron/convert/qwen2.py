@@ -7,10 +7,8 @@ from pnpo_megatron.convert.family import Family, dense_rows
 
 
 def read(config: HfConfig) -> Architecture:
-    """Biases on q, k and v, which no key announces; a sliding window only if ``use_sliding_window`` is
-    true."""
-    if config.flag("use_sliding_window"):
-        raise config.refuse("use_sliding_window", "sliding windows are not supported; only false is")
+    """Biases on q, k and v, which no key announces; ``sliding_window`` counts only if ``use_sliding_window``
+    is true."""
     return read_dense(config, "qwen2", qkv_bias=True)
 
 

@@ -12,8 +12,6 @@ def read(config: HfConfig) -> Architecture:
     """``intermediate_size`` is of dense layers, of which there are none; transformers 5 renamed
     ``num_experts``."""
     values = config.values
-    if config.flag("use_sliding_window"):
-        raise config.refuse("use_sliding_window", "sliding windows are not supported; only false is")
     for key, fine in (
         ("mlp_only_layers", []),
         ("decoder_sparse_step", 1),

@@ -27,7 +27,8 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer import MegatronOptimizer
 
 from pnpo_megatron.convert.architecture import Architecture
-from pnpo_megatron.convert.hf_folder import HfFolder, read_json, sync_folder
+from pnpo_megatron.convert.hf_folder import HfFolder, sync_folder
+from pnpo_megatron.convert.hf_headers import read_json
 from pnpo_megatron.convert.stream import unwrapped
 from pnpo_megatron.errors import ConversionError
 from pnpo_megatron.parallel.groups import ParallelGroups

@@ -103,6 +103,16 @@ def test_h26_theta_is_read_in_either_spelling(spelling):
             r"rope_scaling.low_freq_factor = absent or null",
         ),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config\.quant_method = 'gptq'"),
+        ({"quantization_config": "fp8"}, r"quantization_config\.quant_method = 'fp8'"),
+        ({"compression_config": {"quant_method": "int"}}, r"compression_config\.quant_method = 'int'"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types = .*only full_attention"),
+        ({"attention_sinks": True}, r"attention_sinks = true: attention sinks are not supported"),
+        ({"attention_bias": True}, r"attention_bias = true: not supported for this family"),
+        ({"model_type": "llama", "architectures": None}, r"sliding_window = 4096: shorter than max_posit"),
+        ({"model_type": "mixtral", "architectures": None}, r"sliding_window = 4096: shorter than max_posit"),
+        ({"hidden_size": 1537}, r"num_attention_heads = 12: does not divide hidden_size = 1537"),
+        ({"head_dim": 127}, r"head_dim = 127: must be even"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, r"rope_scaling = .*'longrope' is not supported"),
         ({"auto_map": {"AutoModel": "modeling.X"}}, r"auto_map = .*never run"),
         ({"num_key_value_heads": 5}, r"num_key_value_heads = 5: does not divide num_attention_heads = 12"),
         ({"hidden_size": "large"}, r"hidden_size = 'large': expected a positive whole number"),
@@ -120,6 +130,32 @@ def test_what_cannot_be_represented_is_refused_with_key_and_value(change, messag
 def test_an_inactive_window_and_unknown_harmless_keys_are_no_reason_to_refuse():
     arch = read_architecture({**QWEN2, "max_window_layers": 21, "bos_token_id": 1, "use_mrope": False})
     assert (arch.head_dim, arch.qkv_bias, arch.tied) == (128, True, False)
+
+
+def test_a_mistral_window_is_active_where_the_key_is_absent():
+    config = {key: value for key, value in QWEN2.items() if key not in ("sliding_window", "architectures")}
+    with pytest.raises(ConversionError, match=r"sliding_window = absent or null: .*4096 where absent"):
+        read_architecture({**config, "model_type": "mistral"})
+    assert read_architecture({**config, "model_type": "mistral", "sliding_window": None}).family == "mistral"
+
+
+ODD = [None, True, False, -1, 0, 3, 1.5, float("nan"), 10**30, "x", "", [], [1], {}, {"type": []}]
+KEYS = [*QWEN2, "head_dim", "rope_scaling", "rope_parameters", "layer_types", "quantization_config"]
+KEYS += ["num_experts", "num_experts_per_tok", "norm_topk_prob"]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral", "qwen3_moe", "mixtral"])
+def test_whatever_a_key_holds_the_config_is_read_or_refused_and_nothing_else_is_raised(family):
+    base = {**QWEN2, "model_type": family, "architectures": None, "sliding_window": None}
+    base |= {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    refused = 0
+    for key in KEYS:
+        for value in ODD:
+            try:
+                read_architecture({**base, key: value})
+            except ConversionError:
+                refused += 1
+    assert refused > 100
 
 
 def test_tensor_parallel_sizes_that_do_not_divide_are_refused_with_those_that_do():
