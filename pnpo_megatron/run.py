@@ -18,7 +18,7 @@ from pnpo_megatron.analysis.gate_model import gate_width_in_sigmas
 from pnpo_megatron.analysis.token_dump import token_arrays, write_tokens
 from pnpo_megatron.build import OBJECTIVE_KEYS
 from pnpo_megatron.config import Config
-from pnpo_megatron.convert.hf_folder import write_hf_folder
+from pnpo_megatron.convert.hf_writer import write_hf_folder
 from pnpo_megatron.data.batching import mini_batches
 from pnpo_megatron.eval.evaluate import evaluate
 from pnpo_megatron.loop import Metrics, Parts, Plan, scored_by, train

@@ -116,12 +116,25 @@ def load_hf_weights(chunks: Sequence[nn.Module], folder: HfFolder, groups: Paral
         )
 
 
+def is_table(row: Row) -> bool:
+    """Whether the row is a vocabulary table, which Megatron pads."""
+    return row.megatron in (EMBEDDING.megatron, HEAD.megatron)
+
+
+def fuse(row: Row, folder: HfFolder, padded: int) -> Tensor:
+    """One whole Megatron parameter from the HF tensors of a folder; ``padded`` rows if it is a table."""
+    return row.layout.fuse([folder.tensor(name) for name in row.hf], sizes_of(folder.architecture, padded))
+
+
+def split(row: Row, fused: Tensor, arch: Architecture) -> Iterator[tuple[str, Tensor]]:
+    """The HF tensors in one whole Megatron parameter."""
+    padded = fused.shape[0] if is_table(row) else 0
+    return zip(row.hf, row.layout.split(fused, sizes_of(arch, padded)), strict=True)
+
+
 def _fill(target: nn.Parameter, row: Row, folder: HfFolder, groups: ParallelGroups) -> None:
-    arch = folder.architecture
-    padded = (
-        padded_vocab_of(arch, target, groups) if row.megatron in (EMBEDDING.megatron, HEAD.megatron) else 0
-    )
-    fused = row.layout.fuse([folder.tensor(name) for name in row.hf], sizes_of(arch, padded))
+    padded = padded_vocab_of(folder.architecture, target, groups) if is_table(row) else 0
+    fused = fuse(row, folder, padded)
     if row.tp_dim is not None and not _is_expert(row):
         fused = shard(fused, row.tp_dim, groups.tp_size, groups.tp_rank, row.layout.blocks)
     if fused.shape != target.shape:
@@ -177,8 +190,7 @@ def export_hf(
     for row in rows:
         holder = holders[row.megatron]
         fused = _gather(parameters.get(row.megatron), row, holder, groups)
-        padded = fused.shape[0] if row.megatron in (EMBEDDING.megatron, HEAD.megatron) else 0
-        for name, tensor in zip(row.hf, row.layout.split(fused, sizes_of(arch, padded)), strict=True):
+        for name, tensor in split(row, fused, arch):
             yield name, tensor.contiguous() if dtype is None else tensor.to(dtype).contiguous()
 
 

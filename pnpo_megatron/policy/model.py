@@ -271,6 +271,7 @@ def build_model(
     dtype: torch.dtype,
     recompute: str = "none",
     attention_backend: str = "auto",
+    engine: bool | None = None,
     **overrides: Any,
 ) -> list[PolicyModel]:
     """This rank's model chunks, one a virtual pipeline stage, with weights still to be loaded.
@@ -278,6 +279,7 @@ def build_model(
     Args:
         arch, parallel, dtype, recompute, overrides: as `transformer_config`.
         attention_backend: "auto", "flash", "fused", "unfused" of TransformerEngine, or "local".
+        engine: whether layers are TransformerEngine's; None takes them where they are there.
 
     Raises:
         ConfigError, ConversionError: a setting or architecture that cannot be built.
@@ -287,7 +289,7 @@ def build_model(
     virtual: Sequence[int | None] = (
         range(parallel.virtual_pipeline) if parallel.virtual_pipeline > 1 else [None]
     )
-    engine = uses_transformer_engine(attention_backend)
+    engine = uses_transformer_engine(attention_backend) if engine is None else engine
     return [
         PolicyModel(
             arch,

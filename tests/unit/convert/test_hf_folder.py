@@ -11,8 +11,9 @@ from hf_models import OTHER_FILES, make_hf_model, save_hf_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from pnpo_megatron.convert.hf_folder import HfFolder, write_hf_folder
+from pnpo_megatron.convert.hf_folder import HfFolder
 from pnpo_megatron.convert.hf_headers import INDEX
+from pnpo_megatron.convert.hf_writer import write_hf_folder
 from pnpo_megatron.errors import ConversionError
 
 
