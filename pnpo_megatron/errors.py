@@ -27,6 +27,10 @@ class MismatchError(RuntimeError):
     """Learner and engine disagree about the same weights."""
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be saved, or none is left that can be trusted."""
+
+
 class RewardFaultError(RuntimeError):
     """Too many rewards could not be computed."""
 

@@ -57,8 +57,13 @@ def from_rank_zero(work: Callable[[], T], group: dist.ProcessGroup | None, doing
 
 def any_rank(flag: bool, group: dist.ProcessGroup | None) -> bool:
     """True on every rank if it is True on any. Collective over `group`."""
+    return any(gather_from_all(flag, group))
+
+
+def gather_from_all(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """Every rank's value, in rank order, on every rank. Collective over `group`."""
     if group is None:
-        return flag
-    flags: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(flags, flag, group=group)
-    return any(flags)
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values

@@ -1,0 +1,70 @@
+"""A list of files with sizes and checksums: a folder that has one was written to its end, and damage is found
+before anything in it is read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+MANIFEST_FILE = "manifest.json"
+Digest = tuple[int, str]
+"""Bytes and SHA-256."""
+
+
+def digest(path: Path) -> Digest:
+    """Size and checksum of a file's content."""
+    with path.open("rb") as file:
+        checksum = hashlib.file_digest(file, "sha256").hexdigest()
+        return file.tell(), checksum
+
+
+def write_manifest(folder: Path, digests: Mapping[str, Digest]) -> None:
+    """List files by their path in `folder`, and see that the list is on the disk."""
+    with (folder / MANIFEST_FILE).open("w", encoding="utf-8") as file:
+        file.write(_render(digests))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def damage(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
+    """What is wrong with a folder: one sentence a file, none if it is as it was written.
+
+    Args:
+        part, parts: check one share of the files only, so that ranks divide the reading.
+    """
+    listed = _read(folder)
+    if isinstance(listed, str):
+        return [listed]
+    found = []
+    for name in sorted(listed)[part::parts]:
+        size, checksum = listed[name]
+        path = folder / name
+        if not path.is_file():
+            found.append(f"{name} is missing")
+        elif path.stat().st_size != size:
+            found.append(f"{name} has {path.stat().st_size} bytes, {size} were written")
+        elif digest(path)[1] != checksum:
+            found.append(f"the content of {name} changed after it was written")
+    return found
+
+
+def _read(folder: Path) -> dict[str, Digest] | str:
+    """The list, or what is wrong with it."""
+    try:
+        text = (folder / MANIFEST_FILE).read_text(encoding="utf-8")
+        listed: dict[str, Digest] = {name: tuple(entry) for name, entry in json.loads(text)["files"].items()}
+    except FileNotFoundError:
+        return f"{MANIFEST_FILE} is missing"
+    except (ValueError, KeyError, AttributeError, TypeError):
+        return f"{MANIFEST_FILE} cannot be read"
+    return listed if text == _render(listed) else f"the content of {MANIFEST_FILE} changed"
+
+
+def _render(digests: Mapping[str, Digest]) -> str:
+    """With a checksum of its own, so that a changed list does not accuse the files."""
+    files = {name: list(digests[name]) for name in sorted(digests)}
+    own = hashlib.sha256(json.dumps(files).encode()).hexdigest()
+    return json.dumps({"sha256": own, "files": files}, indent=1) + "\n"

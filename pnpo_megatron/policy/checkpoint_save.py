@@ -1,0 +1,316 @@
+"""Writes a sharded checkpoint in three phases, of which the long one needs no other rank and may run beside
+training: plan and copy to the host, write, publish.
+
+Megatron's own writer forks processes, which outlive a killed trainer, inherit its pipes, and are waited for
+without a deadline; here a thread writes. No rank ever writes to the disk in the middle of a collective: a
+full disk is an error that all ranks agree on.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import queue
+import shutil
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.optimizer import MegatronOptimizer
+
+from pnpo_megatron.convert.architecture import Architecture
+from pnpo_megatron.convert.hf_folder import HfFolder, sync_folder
+from pnpo_megatron.convert.stream import unwrapped
+from pnpo_megatron.errors import CheckpointError
+from pnpo_megatron.manifest import Digest, digest, write_manifest
+from pnpo_megatron.parallel.groups import ParallelGroups
+from pnpo_megatron.parallel.rank_zero import from_rank_zero, gather_from_all
+from pnpo_megatron.policy.random_state import random_file, random_state, write_random_state
+
+ARCHITECTURE_FILE = "architecture.json"
+HF_FILES = "hf"
+
+
+class CheckpointSave:
+    """One checkpoint on its way to the disk. Collective: make it, and `finish` it, on every rank."""
+
+    def __init__(
+        self,
+        folder: Path,
+        chunks: Sequence[torch.nn.Module],
+        optimizer: MegatronOptimizer | None,
+        groups: ParallelGroups,
+        *,
+        portable: bool = True,
+        source: HfFolder | None = None,
+        write_more: Callable[[Path], None] | None = None,
+        background: bool = False,
+    ) -> None:
+        """Plan, copy what is needed, and start writing.
+
+        Args:
+            folder: the final name; until `finish` has renamed it, everything is in ``folder.tmp``.
+            chunks: model chunks, wrapped in DDP or not.
+            optimizer: None saves weights only.
+            portable: the optimizer state loads under any layout, at the price of gathering it over
+                data-parallel ranks; otherwise only model-parallel sizes as now will do.
+            source: HF folder whose small files are stored along, for conversion without it.
+            write_more: called on rank 0 with the unpublished folder, to add what belongs to the checkpoint.
+            background: copy to host memory and return while a thread writes.
+
+        Raises:
+            CheckpointError: the folder cannot be made. Every rank raises it.
+        """
+        self.folder, self._groups, self._source, self._write_more = folder, groups, source, write_more
+        self._partial = folder.with_name(folder.name + ".tmp")
+        self._arch: Architecture = unwrapped(chunks[0]).arch  # type: ignore[assignment]
+        self._error = ""
+        self._written: list[Any] = []
+        self._digests: dict[str, Digest] = {}
+        self._on_rank_zero(lambda: _make_empty(self._partial))
+        self._plan, self._common = _Plan("torch_dist", 1, thread_count=1), _CommonInMemory("torch", 1)
+        _finish_parameter_gather(chunks)
+        self._make_plan(chunks, optimizer, portable)
+        self._random = random_state()
+        self._buckets = FileSystemWriterAsync.preload_tensors(self._plan.writer.write_buckets, False)
+        if background:
+            self._buckets = [_copied(bucket) for bucket in self._buckets]
+        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        if background:
+            self._thread.start()
+        else:
+            self._write()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank has nothing left to write. Not collective."""
+        return not self._thread.is_alive()
+
+    def finish(self, timeout_s: float = 1800.0) -> None:
+        """Wait until every rank has written, then publish. Collective.
+
+        Raises:
+            CheckpointError: on every rank, if any could not write; nothing is published, and what was
+                published before stands.
+        """
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._error = f"not written after {timeout_s:g} s (run.timeout_s)"
+        ranks = gather_from_all((self._error, self._written, self._digests), self._groups.control)
+        failed = [f"rank {rank}: {error}" for rank, (error, _, _) in enumerate(ranks) if error]
+        if failed:
+            self._on_rank_zero(lambda: shutil.rmtree(self._partial, ignore_errors=True))
+            raise CheckpointError(f"{self.folder} could not be saved: {'; '.join(failed)}")
+        results = [written for _, written, _ in ranks]
+        digests = {name: entry for _, _, part in ranks for name, entry in part.items()}
+        self._on_rank_zero(lambda: self._publish(results, digests))
+
+    def _make_plan(
+        self, chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer | None, portable: bool
+    ) -> None:
+        register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, self._common)
+        if filesystem_async._results_queue is None:  # else Megatron starts a manager process that is not used
+            filesystem_async._results_queue = queue.Queue()
+        content = {
+            "portable": portable,
+            "has_optimizer": optimizer is not None,
+            "layout": model_layout(self._groups, chunks),
+        }
+        with without_deprecations():
+            dist_checkpointing.save(
+                sharded_state(chunks, optimizer, portable=portable, is_loading=False),
+                str(self._partial),
+                sharded_strategy=self._plan,
+                async_sharded_save=True,
+                content_metadata=content,
+            )
+
+    def _write(self) -> None:
+        """This rank's files, and on rank 0 the small ones. No collective; an error is told by `finish`."""
+        try:
+            names = [random_file(self._groups.world_rank)]
+            for index, bucket in enumerate(self._buckets):
+                names.append(bucket[1])
+                self._written += _write_bucket(index, bucket, self._plan.writer)
+            write_random_state(self._partial, self._groups.world_rank, self._random)
+            if self._groups.world_rank == 0:
+                before = set(names)
+                self._write_small_files()
+                present = {str(p.relative_to(self._partial)) for p in files_of(self._partial)}
+                names += sorted(name for name in present - before if not _of_a_rank(name))
+            self._digests = {name: digest(self._partial / name) for name in names}
+        except Exception as error:  # told to every rank, by `finish`
+            self._error = f"{type(error).__name__}: {error}"
+        self._buckets = []
+
+    def _write_small_files(self) -> None:
+        (self._partial / COMMON_STATE_FNAME).write_bytes(self._common.content)
+        save_config(CheckpointingConfig("torch_dist", 1), str(self._partial))
+        described = json.dumps(asdict(self._arch), indent=2) + "\n"
+        (self._partial / ARCHITECTURE_FILE).write_text(described, encoding="utf-8")
+        if self._source is not None:
+            (self._partial / HF_FILES).mkdir()
+            for path in self._source.other_files():
+                shutil.copyfile(path, self._partial / HF_FILES / path.name)
+        if self._write_more is not None:
+            self._write_more(self._partial)
+
+    def _publish(self, written: list[list[Any]], digests: dict[str, Digest]) -> None:
+        """Flush every file, then swap names; a folder of that name, left by a crash, gives way."""
+        del self._plan.metadata.all_local_plans  # every rank's plan, of use only to the next save
+        self._plan.writer.finish(self._plan.metadata, written)
+        digests[".metadata"] = digest(self._partial / ".metadata")
+        write_manifest(self._partial, digests)
+        for path in files_of(self._partial):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        for path in [self._partial, *(path for path in self._partial.rglob("*") if path.is_dir())]:
+            sync_folder(path)
+        stale = self.folder.with_name(self.folder.name + ".old.tmp")
+        shutil.rmtree(stale, ignore_errors=True)
+        if self.folder.exists():
+            self.folder.rename(stale)
+        self._partial.rename(self.folder)
+        sync_folder(self.folder.parent)
+        shutil.rmtree(stale, ignore_errors=True)
+
+    def _on_rank_zero(self, work: Callable[[], None]) -> None:
+        """An error there is the same CheckpointError everywhere."""
+
+        def attempt() -> str:
+            try:
+                work()
+            except OSError as error:
+                return f"{self.folder} could not be saved: {error}"
+            return ""
+
+        failure = from_rank_zero(attempt, self._groups.control, f"saving {self.folder}")
+        if failure:
+            raise CheckpointError(failure)
+
+
+class _Plan(TorchDistSaveShardedStrategy):
+    """Megatron's plan of who writes what; the writing is ours."""
+
+    writer: Any
+    metadata: Any
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
+        self.writer, self.metadata = writer, save_state_dict_ret[1]
+        writer.write_buckets = writer.write_buckets or []  # a rank that holds only copies writes nothing
+        return AsyncRequest(None, (), [])
+
+
+class _CommonInMemory(TorchCommonSaveStrategy):
+    """What is the same on every rank: kept until the other files are written."""
+
+    content = b""
+
+    def save_common(self, common_state_dict: Any, checkpoint_dir: Any) -> None:
+        """Megatron's hook."""
+        buffer = io.BytesIO()
+        torch.save(common_state_dict, buffer)
+        self.content = buffer.getvalue()
+
+
+def _write_bucket(index: int, bucket: Any, writer: Any) -> list[Any]:
+    """One file, flushed to the disk; the places of its tensors."""
+    results: queue.Queue[Any] = queue.Queue()
+    count: queue.Queue[int] = queue.Queue()
+    count.put(index)
+    transforms = [writer.transforms] if hasattr(writer, "transforms") else []
+    FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, results, count, True)
+    _, outcome = results.get_nowait()
+    if isinstance(outcome, Exception):
+        raise outcome
+    places: list[Any] = outcome
+    return places
+
+
+def _copied(bucket: Any) -> Any:
+    """A bucket that training cannot change any more. Tensors from a GPU are copies already."""
+    path, name, (values, tensors) = bucket
+    if torch.cuda.is_available():
+        return bucket
+    return path, name, (values, [(item, tensor.clone()) for item, tensor in tensors])
+
+
+def _of_a_rank(name: str) -> bool:
+    """Files that the ranks write and list themselves."""
+    return name.endswith(".distcp") or name.startswith("random/")
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def files_of(folder: Path) -> list[Path]:
+    """All files, at any depth."""
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def model_layout(groups: ParallelGroups, chunks: Sequence[torch.nn.Module]) -> dict[str, int]:
+    """The sizes that a checkpoint which is not portable is bound to."""
+    return {
+        "tensor": groups.tp_size,
+        "pipeline": groups.pp_size,
+        "virtual_pipeline": len(chunks),
+        "expert": groups.ep_size,
+    }
+
+
+def sharded_state(
+    chunks: Sequence[torch.nn.Module],
+    optimizer: MegatronOptimizer | None,
+    *,
+    portable: bool,
+    is_loading: bool,
+) -> dict[str, Any]:
+    """Megatron's description of the global tensors and of this rank's share in them."""
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable" if portable else "dp_reshardable",
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    # The model inside: DDP would put "module." before every name.
+    state: dict[str, Any] = {
+        f"model{index}": unwrapped(chunk).sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+        for index, chunk in enumerate(chunks)
+    }
+    if optimizer is not None:
+        state["optimizer"] = optimizer.sharded_state_dict(
+            dict(state), is_loading=is_loading, metadata=metadata
+        )
+    return state
+
+
+def _finish_parameter_gather(chunks: Sequence[Any]) -> None:
+    """Parameters that `overlap_param_gather` still has on the way would be saved a step too old."""
+    for chunk in chunks:
+        settings = getattr(chunk, "ddp_config", None)
+        if settings is not None and settings.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+
+
+@contextmanager
+def without_deprecations() -> Iterator[None]:
+    """Megatron 0.16 uses names that torch 2.13 warns about; nobody here can act on them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
