@@ -21,6 +21,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer import MegatronOptimizer
+from torch.distributed.checkpoint.metadata import Metadata
 
 from pnpo_megatron.convert.architecture import Architecture
 from pnpo_megatron.convert.hf_headers import read_json
@@ -117,6 +118,30 @@ def checkpoint_content(folder: Path) -> dict[str, Any]:
     return content
 
 
+def tensor_list(folder: Path) -> Metadata:
+    """Which tensors a checkpoint holds, and where their pieces lie.
+
+    Raises:
+        ConversionError: the list is missing, damaged, or names something that is not data.
+    """
+    try:
+        with (folder / ".metadata").open("rb") as file:
+            listed = _DataUnpickler(file).load()
+    except (
+        OSError,
+        pickle.UnpicklingError,
+        EOFError,
+        AttributeError,
+        TypeError,
+        ValueError,
+        LookupError,
+    ) as error:
+        raise ConversionError(f"{folder}/.metadata is not a list of tensors: {error}") from error
+    if not isinstance(listed, Metadata):
+        raise ConversionError(f"{folder}/.metadata is not a list of tensors, but a {type(listed).__name__}")
+    return listed
+
+
 @contextmanager
 def _data_only(folder: Path) -> Iterator[None]:
     """Nothing that a checkpoint names is run, also where Megatron and torch would unpickle anything.
@@ -124,11 +149,7 @@ def _data_only(folder: Path) -> Iterator[None]:
     Raises:
         ConversionError: the list of tensors names something that is not data.
     """
-    with (folder / ".metadata").open("rb") as file:
-        try:
-            _DataUnpickler(file).load()
-        except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, IndexError) as error:
-            raise ConversionError(f"{folder}/.metadata is not a list of tensors: {error}") from error
+    tensor_list(folder)
     before = os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     try:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from pnpo_megatron.convert.dry_run import check_space, describe
-from pnpo_megatron.convert.hf_folder import HfFolder, write_hf_folder
-from pnpo_megatron.convert.stream import export_hf, load_hf_weights
+from pnpo_megatron.convert.dry_run import check_space, describe, model_bytes
+from pnpo_megatron.convert.hf_folder import HfFolder
+from pnpo_megatron.convert.hf_writer import published_whole, refuse_existing, write_hf_folder
+from pnpo_megatron.convert.progress import progress_bar
+from pnpo_megatron.convert.stream import export_hf
 from pnpo_megatron.errors import ConversionError
+from pnpo_megatron.manifest import digest, write_manifest
 from pnpo_megatron.parallel.groups import ParallelGroups
-from pnpo_megatron.policy.checkpoint import HF_FILES, checkpoint_content, load_checkpoint, save_checkpoint
+from pnpo_megatron.policy.checkpoint import ARCHITECTURE_FILE, HF_FILES, checkpoint_content, load_checkpoint
+from pnpo_megatron.policy.checkpoint_save import files_of
 from pnpo_megatron.policy.model import PolicyModel, build_model, output_weight
 from pnpo_megatron.policy.process_groups import (
     ParallelSettings,
@@ -26,6 +31,10 @@ from pnpo_megatron.policy.process_groups import (
     release_parallel,
     start_distributed,
 )
+from pnpo_megatron.policy.streaming import WeightsReader, write_weights
+
+CONTENT = {"portable": True, "has_optimizer": False, "layout": {}}
+"""What a converted checkpoint says of itself."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,11 @@ class Plan:
     source: HfFolder
     out: Path
     dtype: torch.dtype
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all tensors to be written."""
+        return model_bytes(self.source.architecture, self.dtype)
 
     def summary(self) -> str:
         """Family, shapes, bytes, time and target."""
@@ -64,15 +78,9 @@ def plan_megatron_to_hf(megatron: Path, out: Path, dtype: torch.dtype | None, *,
     checkpoint_content(megatron)
     source = stored_hf_files(megatron)
     refuse_existing(out, overwrite=overwrite)
-    plan = Plan(source, out, dtype or stored_dtype(megatron))
+    plan = Plan(source, out, dtype or WeightsReader(megatron, source.architecture).dtype())
     check_space(source.architecture, plan.dtype, out)
     return plan
-
-
-def refuse_existing(out: Path, *, overwrite: bool) -> None:
-    """Raise a ConversionError where the target exists and may not be replaced."""
-    if out.exists() and not overwrite:
-        raise ConversionError(f"{out} exists already; choose another folder or pass --overwrite")
 
 
 def stored_hf_files(megatron: Path) -> HfFolder:
@@ -88,13 +96,6 @@ def stored_hf_files(megatron: Path) -> HfFolder:
     return HfFolder(megatron / HF_FILES)
 
 
-def stored_dtype(megatron: Path) -> torch.dtype:
-    """The dtype of a checkpoint's embedding, from its metadata."""
-    tensors = dist_checkpointing.load_tensors_metadata(str(megatron))
-    dtype: torch.dtype = tensors["embedding.word_embeddings.weight"].dtype
-    return dtype
-
-
 @contextmanager
 def one_process() -> Iterator[ParallelGroups]:
     """Megatron's groups in this process alone."""
@@ -106,19 +107,28 @@ def one_process() -> Iterator[ParallelGroups]:
         dist.destroy_process_group()
 
 
-def hf_to_megatron(plan: Plan) -> None:
-    """Write the checkpoint of a plan: weights only, loadable under any layout."""
-    with one_process() as groups:
-        chunks = build_model(plan.source.architecture, ParallelSettings(), dtype=plan.dtype)
-        load_hf_weights(chunks, plan.source, groups)
-        save_checkpoint(plan.out, chunks, None, groups, source=plan.source)
+def hf_to_megatron(plan: Plan, *, overwrite: bool = False) -> None:
+    """Write the checkpoint of a plan, one tensor at a time: weights only, loadable under any layout."""
+    source = plan.source
+    with (
+        published_whole(plan.out, overwrite=overwrite) as folder,
+        progress_bar("writing", plan.total_bytes) as advance,
+        one_process(),
+    ):
+        write_weights(folder, source, plan.dtype, CONTENT, advance)
+        described = json.dumps(asdict(source.architecture), indent=2) + "\n"
+        (folder / ARCHITECTURE_FILE).write_text(described, encoding="utf-8")
+        (folder / HF_FILES).mkdir()
+        for path in source.other_files():
+            shutil.copyfile(path, folder / HF_FILES / path.name)
+        write_manifest(folder, {str(path.relative_to(folder)): digest(path) for path in files_of(folder)})
 
 
-def megatron_to_hf(plan: Plan, megatron: Path, *, overwrite: bool) -> None:
-    """Write the HF folder of a plan."""
-    with one_process() as groups:
-        chunks = load_model(megatron, stored_dtype(megatron), groups)
-        tensors = export_hf(chunks, plan.source.architecture, groups, dtype=plan.dtype)
+def megatron_to_hf(plan: Plan, megatron: Path, *, overwrite: bool = False) -> None:
+    """Write the HF folder of a plan, one tensor at a time."""
+    weights = WeightsReader(megatron, plan.source.architecture)
+    with progress_bar("writing", plan.total_bytes) as advance, one_process():
+        tensors = weights.tensors(plan.dtype, advance)
         write_hf_folder(plan.out, plan.source, tensors, dtype=plan.dtype, overwrite=overwrite)
 
 

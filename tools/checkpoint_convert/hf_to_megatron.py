@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = plan_hf_to_megatron(args.hf, args.out, DTYPES.get(args.dtype), overwrite=args.overwrite)
         print(plan.summary())
         if not args.dry_run:
-            hf_to_megatron(plan)
+            hf_to_megatron(plan, overwrite=args.overwrite)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

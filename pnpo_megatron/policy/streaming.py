@@ -1,0 +1,257 @@
+"""Megatron checkpoints written and read one tensor at a time, with no model in memory: the converters' way.
+
+A model on the meta device says through Megatron's own `sharded_state_dict` under which key, at which offset
+and in which pieces each parameter lies in a torch_dist checkpoint. Its bytes are fetched when its turn comes.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.overrides import TorchFunctionMode
+
+from pnpo_megatron.convert.architecture import Architecture
+from pnpo_megatron.convert.families import all_rows
+from pnpo_megatron.convert.family import EMBEDDING, Row
+from pnpo_megatron.convert.hf_folder import HfFolder
+from pnpo_megatron.convert.stream import fuse, is_table, split
+from pnpo_megatron.errors import ConversionError
+from pnpo_megatron.policy.checkpoint import tensor_list
+from pnpo_megatron.policy.model import build_model
+from pnpo_megatron.policy.process_groups import ParallelSettings
+
+Advance = Callable[[int], None]
+"""Told the bytes of each tensor that is done."""
+
+
+class _OnMeta(TorchFunctionMode):
+    """Every new tensor on the meta device, also where the code names another: Megatron names the GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Only a ``device`` argument is changed."""
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") is not None:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def blueprint(arch: Architecture, dtype: torch.dtype) -> dict[str, Any]:
+    """Megatron's sharded state of a whole model without data, by parameter name; groups are of size 1."""
+    with torch.device("meta"), _OnMeta():
+        (model,) = build_model(arch, ParallelSettings(), dtype=dtype, engine=False)
+    groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    state: dict[str, Any] = model.sharded_state_dict(metadata=groups)
+    return state
+
+
+def pieces(base: ShardedTensor | ShardedTensorFactory, data: Tensor) -> list[ShardedTensor]:
+    """The stored pieces of one parameter, as views of ``data``: gate and up lie apart in a checkpoint."""
+    filled = replace(base, data=data)
+    return list(nested_values({"": filled.build()})) if isinstance(filled, ShardedTensorFactory) else [filled]
+
+
+def _chunk(piece: ShardedTensor) -> ChunkStorageMetadata:
+    sizes = (1,) * piece.prepend_axis_num + tuple(piece.local_shape)
+    return ChunkStorageMetadata(torch.Size(piece.global_offset), torch.Size(sizes))
+
+
+def _index(piece: ShardedTensor) -> MetadataIndex:
+    return MetadataIndex(piece.key, torch.Size(piece.global_offset))
+
+
+class _OnDemand(dcp.DefaultSavePlanner):
+    """Writes the listed items in their order and asks for the data of each when it is written."""
+
+    def __init__(self, items: list[WriteItem], fetch: Callable[[WriteItem], Any]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.items, self.fetch = items, fetch
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """The tensor or bytes of one item."""
+        return self.fetch(write_item)
+
+    def create_local_plan(self) -> SavePlan:
+        """All items, in one file."""
+        self.plan = SavePlan(self.items)
+        return self.plan
+
+
+class _Writer(dcp.FileSystemWriter):
+    def storage_meta(self) -> StorageMeta:
+        """Without the folder's name, which is about to change."""
+        return StorageMeta()
+
+
+class _Streamed(SaveShardedStrategy):
+    """Megatron's torch_dist format, with the data of one parameter in memory."""
+
+    can_handle_sharded_objects = True
+
+    def __init__(self, fetch: Callable[[MetadataIndex], Tensor]) -> None:
+        super().__init__("torch_dist", 1)
+        self.fetch = fetch
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        """Write the shards and their index; what is not a tensor is a small object."""
+        entries = list(nested_values(sharded_state_dict))
+        objects = {entry.unique_key: entry.data for entry in entries if isinstance(entry, ShardedObject)}
+        items = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in objects]
+        items += [_write_item(entry) for entry in entries if isinstance(entry, ShardedTensor)]
+
+        def resolve(item: WriteItem) -> Tensor | io.BytesIO:
+            if item.tensor_data is not None:
+                return self.fetch(item.index).view(item.tensor_data.chunk.sizes)
+            buffer = io.BytesIO()
+            torch.save([objects[item.index.fqn]], buffer)
+            return buffer
+
+        writer = _Writer(checkpoint_dir, per_thread_copy_ahead=0)
+        try:
+            dcp.save({}, storage_writer=writer, planner=_OnDemand(items, resolve))
+        except CheckpointException as error:  # wraps what happened on each rank; there is one
+            raise error.failures[0][0] from None
+
+
+def _write_item(piece: ShardedTensor) -> WriteItem:
+    data = TensorWriteData(_chunk(piece), TensorProperties(piece.dtype), torch.Size(piece.global_shape))
+    return WriteItem(_index(piece), WriteItemType.SHARD, tensor_data=data)
+
+
+def write_weights(
+    folder: Path, source: HfFolder, dtype: torch.dtype, content: dict[str, Any], advance: Advance
+) -> None:
+    """Write the weights of an HF folder as a checkpoint of any layout. Memory: one Megatron parameter.
+
+    Args:
+        folder: empty.
+        source: the HF folder, known to be complete.
+        dtype: of the model's parameters.
+        content: what the checkpoint says of itself.
+        advance: called with the bytes of each piece written.
+    """
+    state = blueprint(source.architecture, dtype)
+    rows = {row.megatron: row for row in all_rows(source.architecture)}
+    home = {_index(piece): name for name in rows for piece in pieces(state[name], state[name].data)}
+    latest: tuple[str, dict[MetadataIndex, Tensor]] = ("", {})
+
+    def fetch(index: MetadataIndex) -> Tensor:
+        nonlocal latest
+        if latest[0] != home[index]:
+            latest = ("", {})  # before the next is made
+            latest = (home[index], _filled(state[home[index]], rows[home[index]], source))
+        advance(latest[1][index].nbytes)
+        return latest[1][index]
+
+    dist_checkpointing.save(dict(state), str(folder), _Streamed(fetch), content_metadata=content)
+
+
+def _filled(
+    base: ShardedTensor | ShardedTensorFactory, row: Row, source: HfFolder
+) -> dict[MetadataIndex, Tensor]:
+    fused = fuse(row, source, padded=base.data.shape[0]).to(base.data.dtype)
+    return {_index(piece): piece.data for piece in pieces(base, fused)}
+
+
+class _Into(dcp.DefaultLoadPlanner):
+    """Puts what is read into one tensor."""
+
+    def __init__(self, target: Tensor) -> None:
+        super().__init__()
+        self.target = target
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """The part of the target that an item fills."""
+        return narrow_tensor_by_index(self.target, read_item.dest_offsets, read_item.lengths)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Nothing is left to do: the part is a view."""
+
+
+class WeightsReader:
+    """The weights in a checkpoint of any layout, one HF tensor at a time.
+
+    Raises:
+        ConversionError: the index cannot be read, or the weights are not those of the architecture.
+    """
+
+    def __init__(self, folder: Path, arch: Architecture) -> None:
+        self.folder, self.arch = folder, arch
+        metadata = tensor_list(folder)
+        self.stored = {
+            key: entry
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        if EMBEDDING.megatron not in self.stored:
+            raise ConversionError(
+                f"{folder / '.metadata'} has no {EMBEDDING.megatron}; it is of no language model"
+            )
+        self.reader = dcp.FileSystemReader(folder)
+        self.reader.set_up_storage_reader(metadata, is_coordinator=True)
+
+    def dtype(self) -> torch.dtype:
+        """Of the embedding."""
+        return self.stored[EMBEDDING.megatron].properties.dtype
+
+    def tensors(self, dtype: torch.dtype, advance: Advance) -> Iterator[tuple[str, Tensor]]:
+        """Every HF tensor in export order, as ``dtype``. Memory: two Megatron parameters."""
+        state = blueprint(self.arch, self.dtype())
+        for row in all_rows(self.arch):
+            for name, tensor in split(row, self._read(state[row.megatron], row), self.arch):
+                yield name, tensor.to(dtype)
+                advance(tensor.numel() * dtype.itemsize)
+
+    def _read(self, base: ShardedTensor | ShardedTensorFactory, row: Row) -> Tensor:
+        data = torch.empty_like(base.data, device="cpu")
+        for piece in pieces(base, data):
+            needed = (data[: self.arch.vocab] if is_table(row) else piece.data).numel()  # padding may differ
+            found = self._fill(piece)
+            if found < needed:
+                raise ConversionError(
+                    f"{self.folder} holds {found} of the {needed} numbers of {row.megatron}; "
+                    "it is damaged or of another model: copy it again"
+                )
+        return data
+
+    def _fill(self, piece: ShardedTensor) -> int:
+        if piece.key not in self.stored:
+            return 0
+        chunk = _chunk(piece)
+        items = create_read_items_for_chunk_list(piece.key, self.stored[piece.key], [chunk])
+        try:
+            self.reader.read_data(LoadPlan(items), _Into(piece.data.view(chunk.sizes)))
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise ConversionError(
+                f"{self.folder} is damaged at {piece.key}: {error}; copy it again"
+            ) from None
+        return sum(item.lengths.numel() for item in items)
