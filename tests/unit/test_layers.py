@@ -39,6 +39,8 @@ LAYERS: dict[str, Layer] = {
     "loop": Layer(INPUTS, distributed=False),
     "parallel": Layer(SHARDED),
     "convert": Layer(SHARDED, ("safetensors", "transformers")),
+    "convert.progress": Layer(SHARDED, ("rich",)),
+    "convert.quantise": Layer(SHARDED, ("modelopt", "transformers")),
     "eval": Layer(SHARDED, ("rich", "transformers")),
     "policy": Layer((*SHARDED, "policy"), ("megatron.core", "numpy", "safetensors", "transformer_engine")),
     "rollout": Layer((*SHARDED, "rollout"), ("safetensors", "transformers", "numpy")),

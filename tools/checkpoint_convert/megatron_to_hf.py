@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from pnpo_megatron.errors import UserError
-from pnpo_megatron.policy.conversion import megatron_to_hf, plan_megatron_to_hf
+from pnpo_megatron.convert.hf_folder import HfFolder
+from pnpo_megatron.convert.quantise import Quantisation, plan_quantisation, quantise
+from pnpo_megatron.errors import ConversionError, UserError
+from pnpo_megatron.policy.conversion import Plan, megatron_to_hf, plan_megatron_to_hf
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 EXAMPLE = (
@@ -31,16 +35,39 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--dtype", choices=sorted(DTYPES), help="default: as stored")
     made.add_argument("--dry-run", action="store_true", help="read headers only and show the plan")
     made.add_argument("--overwrite", action="store_true", help="replace an existing target")
+    made.add_argument(
+        "--quantize", metavar="FORMAT", help="fp8 or nvfp4, for evaluation with vLLM; needs nvidia-modelopt"
+    )
+    made.add_argument(
+        "--calibration", type=Path, metavar="FILE.jsonl", help="prompts that set the scales of --quantize"
+    )
     return made
+
+
+def quantised(plan: Plan, args: argparse.Namespace, how: Quantisation) -> None:
+    """The HF folder of a plan, by way of a plain one that is removed again."""
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{args.out.name}.plain-", dir=args.out.parent) as folder:
+        plain = Path(folder) / "hf"
+        megatron_to_hf(replace(plan, out=plain), args.megatron, overwrite=False)
+        quantise(HfFolder(plain), args.out, how, overwrite=args.overwrite)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 done, 2 the input is wrong, 1 anything else."""
     args = parser().parse_args(argv)
     try:
-        plan = plan_megatron_to_hf(args.megatron, args.out, DTYPES.get(args.dtype), overwrite=args.overwrite)
-        print(plan.summary())
-        if not args.dry_run:
+        if args.quantize and args.dtype:
+            raise ConversionError("--quantize leaves the other tensors in bfloat16; drop --dtype")
+        dtype = torch.bfloat16 if args.quantize else DTYPES.get(args.dtype)
+        plan = plan_megatron_to_hf(args.megatron, args.out, dtype, overwrite=args.overwrite)
+        how = plan_quantisation(args.quantize, args.calibration, plan.source) if args.quantize else None
+        print(plan.summary(), *([how.summary()] if how else []), sep="\n")
+        if args.dry_run:
+            return 0
+        if how:
+            quantised(plan, args, how)
+        else:
             megatron_to_hf(plan, args.megatron, overwrite=args.overwrite)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
