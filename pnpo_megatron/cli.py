@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pnpo_megatron.errors import (
+    CheckpointError,
     ConfigError,
     MismatchError,
     RewardFaultError,
@@ -23,9 +24,12 @@ INSTRUMENTS = {
     "report": "one self-contained HTML page about one or more runs",
     "plan-reuse": "generation and optimizer seconds, speed-up by K, recommended K",
     "calibrate-gate": "tolerances from the log-ratios that a run measured",
+    "compare-eval": "paired difference of two evaluation results, with its 95 % interval",
 }
 DONE, FAILED, WRONG_INPUT, STOPPED_EARLY = 0, 1, 2, 75
-SPEAKING_FAULTS = (RolloutError, MismatchError, RewardFaultError, TrainingFaultError, PeerError)
+SPEAKING_FAULTS = (
+    CheckpointError, RolloutError, MismatchError, RewardFaultError, TrainingFaultError, PeerError,
+)  # fmt: skip
 """Faults whose message is all a person needs; anything else shows its traceback."""
 
 
@@ -56,7 +60,13 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     config = load_config(arguments.config, overrides)
     try:
-        code = DONE if run_training(config, dump_tokens=arguments.dump_tokens) else STOPPED_EARLY
+        complete = run_training(
+            config,
+            dump_tokens=arguments.dump_tokens,
+            chosen=arguments.chosen,
+            allow_change=arguments.allow_change,
+        )
+        code = DONE if complete else STOPPED_EARLY
     except UserError:
         _write_exit_code(config.run.folder, WRONG_INPUT)
         raise
@@ -93,6 +103,12 @@ def _instrument(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     return DONE
 
 
+def _compare(arguments: argparse.Namespace, words: Sequence[str]) -> int:
+    from pnpo_megatron.study import compare_command
+
+    return DONE if compare_command(words) else STOPPED_EARLY
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pnpo-megatron", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -109,6 +125,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="STEP",
         help="write log-prob, weight and keep of every token of STEP",
     )
+    train.add_argument(
+        "--from", dest="chosen", default="", metavar="step_NNNNNN", help="go on from this checkpoint"
+    )
+    train.add_argument(
+        "--allow-change", action="store_true", help="resume with settings that change the run"
+    )
     train.set_defaults(run=_train)
 
     score = commands.add_parser(
@@ -116,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
         help="Avg@k and pass@k with standard errors",
         epilog="example: pnpo-megatron eval --model runs/demo/hf/step_000020 --benchmark heldout.jsonl",
     )
-    score.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
+    score.add_argument("--model", type=Path, required=True, help="Hugging Face folder or Megatron checkpoint")
     score.add_argument("--benchmark", action="append", default=[], help="JSON Lines file; may be repeated")
     score.add_argument("--samples", type=int, default=32, help="responses a problem (k)")
     score.add_argument("--temperature", type=float, default=0.7)
@@ -129,7 +151,10 @@ def _parser() -> argparse.ArgumentParser:
     score.add_argument("--kv-cache-bytes", type=int, help="key-value cache of the engine")
     score.add_argument("--seed", type=int, default=42)
     score.add_argument("--out", type=Path, help="folder for scores and samples; default runs/eval/MODEL")
+    score.add_argument("--overwrite", action="store_true", help="replace scores of other settings in --out")
     score.set_defaults(run=_eval)
+    compare = commands.add_parser("compare", help="settings x seeds at one budget of updates", add_help=False)
+    compare.set_defaults(run=_compare)
     for name, words in INSTRUMENTS.items():
         commands.add_parser(name, help=words, add_help=False).set_defaults(run=_instrument)
     return parser

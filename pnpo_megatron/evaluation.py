@@ -1,9 +1,15 @@
-"""`pnpo-megatron eval`: score a Hugging Face folder on benchmark files."""
+"""`pnpo-megatron eval`: score a Hugging Face folder or a Megatron checkpoint on benchmark files."""
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
@@ -11,45 +17,106 @@ from pnpo_megatron.build import default_cache_bytes
 from pnpo_megatron.convert.hf_folder import HfFolder
 from pnpo_megatron.data.templates import load_tokenizer
 from pnpo_megatron.errors import ConfigError
-from pnpo_megatron.eval.benchmarks import load_benchmark
+from pnpo_megatron.eval.benchmarks import Benchmark, load_benchmark
 from pnpo_megatron.eval.evaluate import check_request, evaluate
+from pnpo_megatron.eval.overlap import in_dapo_math_17k, warning
+from pnpo_megatron.eval.progress import Progress, changed, folder_digest, problems_digest
+from pnpo_megatron.eval.results import EvalResult, read_result
 from pnpo_megatron.reward.pool import RewardPool
 from pnpo_megatron.rollout.stop_tokens import read_stop_token_ids
 from pnpo_megatron.rollout.vllm_sampler import VllmSampler
 from pnpo_megatron.types import Sampling
 
+RESULT = "step_000000.json"
+
 
 def run_evaluation(arguments: Namespace) -> None:
     """Print a table, and write scores and samples to the folder `arguments.out`.
 
+    A killed evaluation goes on where it stopped; one that is complete is only shown.
+
     Raises:
         UserError: model, benchmark or sampling setting that cannot be used.
     """
+    out = arguments.out or Path("runs") / "eval" / arguments.model.resolve().name
     if not arguments.model.is_dir():
         raise ConfigError(
-            f"--model {arguments.model}: no such folder; give a Hugging Face folder with weights"
+            f"--model {arguments.model}: no such folder; give a Hugging Face folder or a Megatron checkpoint"
         )
-    folder, tokenizer = HfFolder(arguments.model), load_tokenizer(arguments.model)
-    folder.check_complete()
+    with _hf_folder(arguments.model, out) as folder:
+        result = _evaluate(arguments, folder, out)
+    result.print_table()
+    print(f"scores: {out / RESULT}   samples: {(out / RESULT).with_suffix('.jsonl')}")
+
+
+def _evaluate(arguments: Namespace, folder: HfFolder, out: Path) -> EvalResult:
+    tokenizer = load_tokenizer(folder.path)
     benchmarks = [
         load_benchmark(
             path, tokenizer, template=arguments.template, max_prompt_tokens=arguments.max_prompt_tokens
         )
         for path in arguments.benchmark
     ]
-    stop = read_stop_token_ids(folder.path, tokenizer.eos_token_id)
+    overlap = {one.name: ids for one in benchmarks if (ids := in_dapo_math_17k(one))}
+    for benchmark in benchmarks:
+        if benchmark.name in overlap:
+            print(warning(benchmark, overlap[benchmark.name], "DAPO-Math-17k"))
     sampling = Sampling(
-        arguments.temperature, arguments.max_response_tokens, arguments.top_p, stop_token_ids=stop
+        arguments.temperature,
+        arguments.max_response_tokens,
+        arguments.top_p,
+        stop_token_ids=read_stop_token_ids(folder.path, tokenizer.eos_token_id),
     )
     check_request(benchmarks, arguments.samples, sampling)
+    request = {
+        "weights": folder_digest(arguments.model),
+        "benchmarks": {one.name: problems_digest(one) for one in benchmarks},
+        "samples": arguments.samples,
+        "sampling": {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(sampling).items()},
+        "seed": arguments.seed,
+        "dtype": arguments.dtype,
+        "reward": arguments.reward,
+    }
+    complete = None if arguments.overwrite else _complete(out / RESULT, request)
+    if complete is not None:
+        print(f"{out / RESULT}: complete, nothing to sample")
+        return complete
+    progress = Progress(out / "step_000000.responses.jsonl", request, restart=arguments.overwrite)
+    if len(progress):
+        print(f"going on: the responses to {len(progress)} problems are there")
+    result = _sample(arguments, folder, out, benchmarks, sampling, progress)
+    result.write(out, 0, model=str(arguments.model), request=request, in_dapo_math_17k=overlap)
+    progress.finish()
+    return result
+
+
+def _complete(path: Path, request: dict[str, Any]) -> EvalResult | None:
+    """The result that is there, if it answers this request."""
+    if not path.is_file():
+        return None
+    found = json.loads(path.read_text(encoding="utf-8")).get("request", {})
+    if found != request:
+        raise ConfigError(
+            f"{path} holds scores of {changed(found, request)}; choose another --out, or pass --overwrite"
+        )
+    return read_result(path)
+
+
+def _sample(
+    arguments: Namespace,
+    folder: HfFolder,
+    out: Path,
+    benchmarks: list[Benchmark],
+    sampling: Sampling,
+    progress: Progress,
+) -> EvalResult:
+    tokenizer = load_tokenizer(folder.path)
     longest = arguments.max_prompt_tokens + arguments.max_response_tokens
     if longest > folder.architecture.max_positions:
         raise ConfigError(
             f"--max-prompt-tokens + --max-response-tokens = {longest} exceeds the model's "
             f"{folder.architecture.max_positions} positions; use less"
         )
-    out = arguments.out or Path("runs") / "eval" / arguments.model.resolve().name
-    out.mkdir(parents=True, exist_ok=True)
     sampler = VllmSampler(
         folder.path,
         dtype=arguments.dtype,
@@ -62,14 +129,31 @@ def run_evaluation(arguments: Namespace) -> None:
         initial_version=0,
     )
     with sampler, RewardPool(arguments.reward) as rewards:
-        result = evaluate(
+        return evaluate(
             sampler,
             benchmarks,
             samples=arguments.samples,
             sampling=sampling,
             grade=rewards.start,
             seed=arguments.seed,
+            progress=progress,
         )
-    path = result.write(out, 0, model=str(arguments.model), temperature=arguments.temperature)
-    result.print_table()
-    print(f"scores: {path}   samples: {path.with_suffix('.jsonl')}")
+
+
+@contextmanager
+def _hf_folder(model: Path, out: Path) -> Iterator[HfFolder]:
+    """The folder itself, or a Megatron checkpoint converted to a folder that lives as long as the block."""
+    if (model / "config.json").is_file():
+        folder = HfFolder(model)
+        folder.check_complete()
+        yield folder
+        return
+    from pnpo_megatron.policy.conversion import megatron_to_hf, plan_megatron_to_hf
+
+    out.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="hf-", dir=out) as temporary:
+        target = Path(temporary) / "model"
+        plan = plan_megatron_to_hf(model, target, None, overwrite=False)
+        print(f"converting {model} for the engine")
+        megatron_to_hf(plan, model, overwrite=False)
+        yield HfFolder(target)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import signal
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
 from types import FrameType
@@ -17,16 +19,18 @@ from pnpo_megatron.algorithm.presets import objective_settings
 from pnpo_megatron.analysis.gate_model import gate_width_in_sigmas
 from pnpo_megatron.analysis.token_dump import token_arrays, write_tokens
 from pnpo_megatron.build import OBJECTIVE_KEYS
+from pnpo_megatron.checkpoints import Checkpoints, Start
 from pnpo_megatron.config import Config
 from pnpo_megatron.convert.hf_writer import write_hf_folder
 from pnpo_megatron.data.batching import mini_batches
 from pnpo_megatron.eval.evaluate import evaluate
-from pnpo_megatron.loop import Metrics, Parts, Plan, scored_by, train
+from pnpo_megatron.eval.overlap import in_prompts, warning
+from pnpo_megatron.eval.progress import Progress, problems_digest
+from pnpo_megatron.loop import Metrics, Parts, Plan, Position, scored_by, train
 from pnpo_megatron.monitor import Monitor
 from pnpo_megatron.parallel.rank_zero import any_rank, from_rank_zero
-from pnpo_megatron.policy.checkpoint import load_checkpoint, save_checkpoint
 from pnpo_megatron.policy.learner import SKIP_REASONS
-from pnpo_megatron.resume import RunState, checkpoint_folder, newest_checkpoint, publish
+from pnpo_megatron.resume import HARMLESS, RunState, is_complete
 from pnpo_megatron.rollout.collect import CollectSettings, collect, probe
 from pnpo_megatron.rollout.mismatch import check_mismatch, mismatch_metrics
 from pnpo_megatron.rollout.store import RolloutStore
@@ -36,24 +40,29 @@ from pnpo_megatron.types import MiniBatch, RolloutBatch
 PROBE_TOKENS = 16
 
 
-def run_training(config: Config, *, dump_tokens: int | None = None) -> bool:
+def run_training(
+    config: Config, *, dump_tokens: int | None = None, chosen: str = "", allow_change: bool = False
+) -> bool:
     """Train until `config.steps` or a stop signal. Collective: every rank calls it.
 
     Args:
         dump_tokens: step of which every token of every update is written to RUN/tokens.
+        chosen: name of the checkpoint to go on from; empty takes the newest that is sound.
+        allow_change: go on with settings that change the run.
     Returns:
         True when the run is complete, False when it stopped early with a checkpoint.
 
     Raises:
         UserError: before anything is built, if the input is wrong.
     """
-    newest = newest_checkpoint(config.run.folder)
-    if newest is not None and RunState.read(newest).step >= config.steps:
+    if not chosen and is_complete(config.run.folder, config.steps):
         print(f"{config.run.folder}: complete, {config.steps} steps; raise steps to go on")
         return True
+    start = Start(chosen, allow_change)
+    start.check(config)
     inputs = build.read_inputs(config)
     with build.live_parts(config, inputs) as live:
-        run = Run(config, live, dump_tokens)
+        run = Run(config, live, start, dump_tokens)
         try:
             return run.train()
         finally:
@@ -63,12 +72,16 @@ def run_training(config: Config, *, dump_tokens: int | None = None) -> bool:
 class Run:
     """The loop's parts on this rank. Every method is collective unless it says otherwise."""
 
-    def __init__(self, config: Config, live: build.Live, dump_tokens: int | None = None) -> None:
-        """Restore the newest checkpoint of the run folder, if there is one."""
+    def __init__(
+        self, config: Config, live: build.Live, start: Start | None = None, dump_tokens: int | None = None
+    ) -> None:
+        """Restore the newest checkpoint of the run folder, or the chosen one, if there is one."""
         self.config, self.live = config, live
         self.control = live.groups.control
         self.is_writer = live.groups.world_rank == 0
-        self.state, resumed = self._restore()
+        self.store = RolloutStore(config.run.folder, keep=config.rollout.keep)
+        self.checkpoints = Checkpoints(config, live, self.store)
+        self.position, state = self.checkpoints.restore(start or Start())
         self.plan = Plan(
             seed=config.seed,
             steps=config.steps,
@@ -84,16 +97,17 @@ class Run:
             config.run.folder,
             total_updates=updates,
             active=self.is_writer,
-            resume_at_bytes=self.state.metrics_bytes if resumed else None,
+            resume_at_bytes=state.metrics_bytes if state else None,
+            update=self.position.update,
         )
-        self.store = RolloutStore(config.run.folder, keep=config.rollout.keep)
         self.replay = RolloutStore(Path(config.rollout.replay)) if config.rollout.replay else None
         self._dump_step = dump_tokens
         self._dumped: dict[str, Tensor] = {}
         self._stop = False
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGUSR1, self._on_signal)
-        self._announce(resumed)
+        self._note: dict[str, str] = {}
+        self._announce(state)
 
     def train(self) -> bool:
         """Run the loop; True when all steps are done."""
@@ -104,9 +118,10 @@ class Run:
             compare=self.compare,
             sync=self.sync,
             log=self.log,
+            finish_update=self.finish_update,
             finish_step=self.finish_step,
         )
-        last = train(self.plan, parts, done=self.state.step, update=self.state.update)
+        last = train(self.plan, parts, self.position)
         return last == self.config.steps
 
     def collect(self, step: int) -> tuple[RolloutBatch, Metrics]:
@@ -120,7 +135,7 @@ class Run:
         metrics = mismatch_metrics(batch)
         check_mismatch(metrics, self.config.rollout.max_mismatch, f"step {batch.step}")
         if self.is_writer:
-            self.store.write(batch)
+            self.store.write(batch, self._note)
         return metrics
 
     def sync(self, step: int) -> Metrics:
@@ -161,9 +176,24 @@ class Run:
             write_tokens(self.config.run.folder, step=step, epoch=epoch, update=update, arrays=self._dumped)
         self._dumped = {}
 
+    def finish_update(self, at: Position) -> bool:
+        """Save what is due inside a batch; True to stop, with a checkpoint written."""
+        self.position = at
+        self.checkpoints.poll()
+        stop = any_rank(self._stop, self.control)
+        loop, prompts = self.config.objective, self.config.rollout.prompts
+        updates = loop.epochs * prompts // loop.mini_batch
+        if stop or (due(at.made, self.config.checkpoint.within_batch) and at.made < updates):
+            self.checkpoints.save(at, flush_metrics=self.monitor.flush, wait=stop)
+        if stop:
+            self._say_stopped(f"update {at.update} of step {at.step + 1}")
+        return stop
+
     def finish_step(self, step: int, update: int) -> bool:
         """Evaluate, export and save what is due; True to stop, with a checkpoint written."""
         config, last = self.config, step == self.config.steps
+        at = self.position = replace(self.position, step=step, batch=None)
+        score = None
         if step:
             self.monitor.log_step(step)
         if (
@@ -175,13 +205,14 @@ class Run:
                 lambda: self._evaluate(step), self.control, f"evaluating after step {step}"
             )
             self.monitor.log_eval(step=step, update=update, metrics=metrics)
+            score = metrics["eval/macro"]
         if step and (last or due(step, config.export.every)):
             self._export(step)
         stop = any_rank(self._stop, self.control)
         if step and (last or stop or due(step, config.checkpoint.every)):
-            self._save(step, update)
+            self.checkpoints.save(at, flush_metrics=self.monitor.flush, score=score, wait=last or stop)
         if stop:
-            self.monitor.say(f"stopped by a signal after step {step}; start the same command again to go on")
+            self._say_stopped(f"step {step}")
         return stop
 
     def close(self) -> None:
@@ -192,6 +223,8 @@ class Run:
     def _collect(self, step: int) -> tuple[RolloutBatch, Metrics]:
         if self.replay is not None:
             return self.replay.read(step), {}
+        if held := self._held(step):
+            return held
         assert self.live.rewards is not None
         settings = CollectSettings(
             prompts=self.config.rollout.prompts,
@@ -202,7 +235,37 @@ class Run:
             permute_rewards=self.config.reward.permute,
             max_fault_rate=self.config.reward.max_fault_rate,
         )
-        return collect(step, settings, self.live.prompts.take, self._sampler, self.live.rewards.start)
+        take, grade = self.live.prompts.take, self.live.rewards.start
+        batch, metrics = collect(step, settings, take, self._sampler, grade)
+        self._note = {
+            "run": self._identity(),
+            "metrics": json.dumps(metrics),
+            "prompts": json.dumps(self.live.prompts.position),
+        }
+        self.store.write(batch, self._note)  # at once: a run killed from here on does not pay for it again
+        return batch, metrics
+
+    def _held(self, step: int) -> tuple[RolloutBatch, Metrics] | None:
+        """The batch, if this run sampled it already, with these very weights."""
+        if not (held := self.store.held(step, self._identity())):
+            return None
+        batch, self._note = held
+        self.live.prompts.restore(json.loads(self._note["prompts"]))
+        self.monitor.say(f"step {step}: its rollouts are on the disk and are not sampled again")
+        metrics: Metrics = json.loads(self._note["metrics"])
+        return batch, metrics
+
+    def _identity(self) -> str:
+        """Names all that a batch depends on: weights, prompts, and how they are sampled and graded."""
+        settings = {
+            key: value
+            for key, value in self.config.flat().items()
+            if key.startswith(("seed", "rollout.", "reward.", "objective.advantage"))
+            and not key.startswith(HARMLESS)
+        }
+        prompts = self.live.prompts.position["fingerprint"]
+        parts = [self._sampler.weights_digest, prompts, asdict(self.live.inputs.sampling), settings]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def _hold_tokens(self, mini_batch: MiniBatch, dumped: Mapping[str, list[Tensor]]) -> None:
         """Kept until the loop says which update this was."""
@@ -217,15 +280,26 @@ class Run:
 
     def _evaluate(self, step: int) -> Metrics:
         assert self.live.rewards is not None
+        inputs, folder = self.live.inputs, self.config.run.folder / "eval"
+        request = {
+            "weights": self._sampler.weights_digest,
+            "benchmarks": {one.name: problems_digest(one) for one in inputs.benchmarks},
+            "samples": self.config.eval.samples,
+            "sampling": asdict(inputs.eval_sampling),
+            "seed": self.config.seed,
+        }
+        progress = Progress(folder / f"step_{step:06d}.responses.jsonl", request, restart=True)
         result = evaluate(
             self._sampler,
-            self.live.inputs.benchmarks,
+            inputs.benchmarks,
             samples=self.config.eval.samples,
-            sampling=self.live.inputs.eval_sampling,
+            sampling=inputs.eval_sampling,
             grade=self.live.rewards.start,
             seed=self.config.seed,
+            progress=progress,
         )
-        result.write(self.config.run.folder / "eval", step)
+        result.write(folder, step, request=request)
+        progress.finish()
         return result.to_metrics()
 
     def _export(self, step: int) -> None:
@@ -243,40 +317,18 @@ class Run:
             deque(tensors, maxlen=0)
         from_rank_zero(write, self.control, f"exporting step {step}")
 
-    def _save(self, step: int, update: int) -> None:
-        self.store.flush()
-        state = RunState(step, update, self.live.prompts.position, self.monitor.bytes_written)
-        folder = checkpoint_folder(self.config.run.folder, step)
-        learner = self.live.learner
-        save_checkpoint(
-            folder,
-            learner.chunks,
-            learner.optimizer,
-            self.live.groups,
-            source=self.live.inputs.folder,
-            finish=state.write,
-        )
-        if self.is_writer:
-            publish(self.config.run.folder, folder, self.config.checkpoint.keep)
-
-    def _restore(self) -> tuple[RunState, bool]:
-        newest = newest_checkpoint(self.config.run.folder)
-        if newest is None:
-            return RunState(), False
-        load_checkpoint(newest, self.live.learner.chunks, self.live.learner.optimizer, self.live.groups)
-        state = RunState.read(newest)
-        self.live.prompts.restore(state.prompts)
-        return state, True
-
-    def _announce(self, resumed: bool) -> None:
+    def _announce(self, state: RunState | None) -> None:
         if not self.is_writer:
             return
         self.config.run.folder.mkdir(parents=True, exist_ok=True)
         (self.config.run.folder / "config.toml").write_text(self.config.to_toml(), encoding="utf-8")
         self.monitor.say(f"prompts: {self.live.inputs.prompt_summary}")
         self.monitor.say(self._gate_width())
-        if resumed:
-            self.monitor.say(f"resuming after step {self.state.step}, update {self.state.update}")
+        for benchmark in self.live.inputs.benchmarks:
+            if seen := in_prompts(benchmark, self.live.inputs.prompts):
+                self.monitor.say(warning(benchmark, seen, "data.prompts"))
+        if state:
+            self.monitor.say(f"resuming after {state.place}")
 
     def _gate_width(self) -> str:
         """What the tolerances mean at this length."""
@@ -295,6 +347,9 @@ class Run:
     def _sampler(self) -> VllmSampler:
         assert self.live.sampler is not None, "only rank 0 samples"
         return self.live.sampler
+
+    def _say_stopped(self, place: str) -> None:
+        self.monitor.say(f"stopped by a signal after {place}; start the same command again to go on")
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._stop = True

@@ -30,6 +30,8 @@ class Prompt:
     answer: str
     text: str = ""
     """The rendered prompt, for people to read."""
+    problem: str = ""
+    """The last message as the file has it, before any template."""
     reasoning_open: bool = False
     """The template already opened ``<think>``: a response without ``</think>`` never reached an answer."""
     meta: Mapping[str, str] = field(default_factory=dict)

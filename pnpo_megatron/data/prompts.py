@@ -150,6 +150,7 @@ def make_prompt(row: Row, template: Template) -> Prompt:
         token_ids=rendered.token_ids,
         answer=row.answer,
         text=rendered.text,
+        problem=row.messages[-1][1],
         reasoning_open=rendered.reasoning_open,
         meta=row.meta,
     )

@@ -80,7 +80,17 @@ def paired_difference(before: Sequence[float], after: Sequence[float]) -> Differ
             f"{len(before)} problems before and {len(after)} after: a paired difference needs the same ones"
         )
     differences = [late - early for early, late in zip(before, after, strict=True)]
-    mean, stderr = fmean(differences), _stderr(differences)
+    return _difference(fmean(differences), _stderr(differences))
+
+
+def macro_difference(differences: Sequence[Difference]) -> Difference:
+    """Plain mean over benchmarks, whose errors add as independent ones."""
+    count = len(differences)
+    stderr = math.hypot(*(one.stderr for one in differences)) / count
+    return _difference(fmean(one.mean for one in differences), stderr)
+
+
+def _difference(mean: float, stderr: float) -> Difference:
     return Difference(mean, stderr, mean - _TWO_SIDED_95 * stderr, mean + _TWO_SIDED_95 * stderr)
 
 

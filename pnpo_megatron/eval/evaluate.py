@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 
 from pnpo_megatron.errors import ConfigError, RewardFaultError, RolloutError
 from pnpo_megatron.eval.benchmarks import Benchmark
+from pnpo_megatron.eval.progress import Progress
 from pnpo_megatron.eval.results import BenchmarkResult, EvalResult, SampleResult
 from pnpo_megatron.types import (
     Grade,
@@ -31,6 +32,7 @@ def evaluate(
     sampling: Sampling,
     grade: Grade,
     seed: int,
+    progress: Progress | None = None,
 ) -> EvalResult:
     """Sample every problem k times and grade while the rest still generates. Runs on one rank.
 
@@ -41,6 +43,7 @@ def evaluate(
         samples: k, responses per problem.
         sampling: the evaluation's own values; training's temperature never enters.
         grade: `RewardPool.start`.
+        progress: keeps responses as they come, and brings those of an attempt that was killed.
 
     Raises:
         ConfigError: no benchmark, two with one name, or k > 1 samples at temperature 0.
@@ -49,7 +52,9 @@ def evaluate(
     """
     check_request(benchmarks, samples, sampling)
     start = perf_counter()
-    results = tuple(_run(sampler, benchmark, samples, sampling, grade, seed) for benchmark in benchmarks)
+    results = tuple(
+        _run(sampler, benchmark, samples, sampling, grade, seed, progress) for benchmark in benchmarks
+    )
     return EvalResult(results, seconds=perf_counter() - start)
 
 
@@ -71,12 +76,21 @@ def check_request(benchmarks: Sequence[Benchmark], samples: int, sampling: Sampl
 
 
 def _run(
-    sampler: Sampler, benchmark: Benchmark, k: int, sampling: Sampling, grade: Grade, seed: int
+    sampler: Sampler,
+    benchmark: Benchmark,
+    k: int,
+    sampling: Sampling,
+    grade: Grade,
+    seed: int,
+    progress: Progress | None,
 ) -> BenchmarkResult:
-    groups: dict[str, RolloutGroup] = {}
-    waiting: dict[str, Callable[[], list[RewardResult]]] = {}
-    for group in sampler.generate(benchmark.problems, k, sampling, (seed, "eval", benchmark.name)):
+    groups = progress.groups(benchmark) if progress is not None else {}
+    waiting = {problem: grade(_inputs(group)) for problem, group in groups.items()}
+    left = [problem for problem in benchmark.problems if problem.id not in groups]
+    for group in sampler.generate(left, k, sampling, (seed, "eval", benchmark.name)) if left else ():
         _check_group(benchmark, group, k)
+        if progress is not None:
+            progress.add(benchmark.name, group)
         groups[group.prompt.id] = group
         waiting[group.prompt.id] = grade(_inputs(group))
     missing = [problem.id for problem in benchmark.problems if problem.id not in groups]
@@ -153,7 +167,7 @@ def _sample(problem: Prompt, rollout: Rollout, result: RewardResult) -> SampleRe
         reward=result.value,
         answer=result.answer,
         finish_reason=rollout.finish_reason,
-        length=len(rollout.response_ids),
+        ids=tuple(rollout.response_ids.tolist()),
         timed_out=result.timed_out,
         text=rollout.text,
     )

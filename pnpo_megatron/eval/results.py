@@ -30,7 +30,7 @@ class SampleResult:
     reward: float
     answer: str | None
     finish_reason: str
-    length: int
+    ids: tuple[int, ...]
     """Response tokens."""
     timed_out: bool
     text: str
@@ -72,7 +72,7 @@ class BenchmarkResult:
             "pass_at_k": pass_at_k(self.correct, self.k),
             "majority_at_k": fmean(_majority_correct(problem) for problem in self.samples),
             "truncated_fraction": fmean(sample.truncated for sample in flat),
-            "length_mean": fmean(sample.length for sample in flat),
+            "length_mean": fmean(len(sample.ids) for sample in flat),
             "timeouts": float(sum(sample.timed_out for sample in flat)),
             "faults": float(self.faults),
         }
@@ -144,7 +144,9 @@ class EvalResult:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"step_{step:06d}.json"
         rows = [
-            json.dumps({"benchmark": benchmark.name, **asdict(sample)}, ensure_ascii=False)
+            json.dumps(
+                {"benchmark": benchmark.name, **asdict(sample), "length": len(sample.ids)}, ensure_ascii=False
+            )
             for benchmark in self.benchmarks
             for problem in benchmark.samples
             for sample in problem
@@ -180,6 +182,25 @@ class EvalResult:
         table.add_section()
         table.add_row("macro", "", "", _percent(self.macro.mean), _percent(self.macro.stderr))
         (console or Console()).print(table)
+
+
+def read_result(path: Path) -> EvalResult:
+    """What `EvalResult.write` put into ``step_NNNNNN.json`` and its ``.jsonl``."""
+    about = json.loads(path.read_text(encoding="utf-8"))
+    lines = path.with_suffix(".jsonl").read_text(encoding="utf-8").split("\n")  # a text may hold U+2028
+    rows = [json.loads(line) for line in lines if line]
+    samples: dict[str, dict[str, list[SampleResult]]] = {}
+    for row in rows:
+        del row["length"]
+        problems = samples.setdefault(row.pop("benchmark"), {})
+        problems.setdefault(row["problem"], []).append(SampleResult(**row | {"ids": tuple(row["ids"])}))
+    return EvalResult(
+        tuple(
+            BenchmarkResult(name, one["k"], tuple(map(tuple, samples[name].values())), int(one["faults"]))
+            for name, one in about["benchmarks"].items()
+        ),
+        about["seconds"],
+    )
 
 
 def _percent(value: float) -> str:

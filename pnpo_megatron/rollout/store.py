@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -33,8 +36,11 @@ def to_arrays(batch: RolloutBatch) -> dict[str, Tensor]:
     return arrays
 
 
-def from_arrays(step: int, arrays: dict[str, Tensor], records: Sequence[SequenceRecord]) -> RolloutBatch:
-    """The inverse of `to_arrays`, without old log-probs: the learner that replays scores them itself."""
+def from_arrays(
+    step: int, arrays: dict[str, Tensor], records: Sequence[SequenceRecord], *, frozen: bool = False
+) -> RolloutBatch:
+    """The inverse of `to_arrays`; old log-probs only if `frozen`: a learner that replays scores them
+    itself."""
     lengths = arrays["lengths"].tolist()
     columns = zip(
         arrays["ids"].long().split(lengths),
@@ -46,7 +52,8 @@ def from_arrays(step: int, arrays: dict[str, Tensor], records: Sequence[Sequence
     sequences = tuple(
         TrainSequence(ids, mask, logprobs, advantage) for ids, mask, logprobs, advantage in columns
     )
-    return RolloutBatch(step, sequences, tuple(records), tuple(record.group for record in records))
+    batch = RolloutBatch(step, sequences, tuple(records), tuple(record.group for record in records))
+    return batch.with_old_logprobs(arrays["old_logprobs"].split(lengths)) if frozen else batch
 
 
 class RolloutStore:
@@ -56,13 +63,19 @@ class RolloutStore:
         """`keep`: binary files to keep, 0 for all."""
         self.folder = run_folder / "rollouts"
         self._keep = keep
+        self.needed_from: int | None = None
+        """Files of this step and later stay in any case: a run that is killed goes on with them."""
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollouts")
         self._pending: Future[None] | None = None
 
-    def write(self, batch: RolloutBatch) -> None:
-        """Start writing; waits for (and reports the failure of) the write before it."""
+    def write(self, batch: RolloutBatch, note: Mapping[str, str] | None = None) -> None:
+        """Start writing; waits for (and reports the failure of) the write before it.
+
+        Args:
+            note: stored with the binary file, for `held`.
+        """
         self.flush()
-        self._pending = self._writer.submit(self._write, batch)
+        self._pending = self._writer.submit(self._write, batch, note)
 
     def flush(self) -> None:
         """Wait until everything is on disk."""
@@ -75,8 +88,26 @@ class RolloutStore:
         self.flush()
         self._writer.shutdown()
 
-    def read(self, step: int) -> RolloutBatch:
-        """The stored batch of one step.
+    def held(self, step: int, run: str) -> tuple[RolloutBatch, dict[str, str]] | None:
+        """The batch and note of a step, if they were stored under this note's ``run`` and are undamaged."""
+        text, binary = self._paths(step)
+        try:
+            with safe_open(binary, "pt") as file:
+                note = dict(file.metadata() or {})
+            if note.get("run") != run or note["digest"] != _digest(text, load_file(binary)):
+                return None
+            return self.read(step), note
+        except (OSError, SafetensorError, DataError):
+            return None
+
+    def copy(self, step: int, folder: Path) -> None:
+        """Put a step's files into another folder, for `RolloutStore(folder).read`."""
+        (folder / self.folder.name).mkdir(parents=True)
+        for path in self._paths(step):
+            shutil.copyfile(path, folder / self.folder.name / path.name)
+
+    def read(self, step: int, *, frozen: bool = False) -> RolloutBatch:
+        """The stored batch of one step, with its old log-probs if `frozen`.
 
         Raises:
             DataError: the step was never stored, or its binary file is gone.
@@ -88,31 +119,43 @@ class RolloutStore:
                     f"{path}: missing, so step {step} cannot be replayed; point rollout.replay at a run made "
                     "with rollout.keep = 0, or lower steps to the last one stored"
                 )
-        rows = [json.loads(line) for line in text.read_text(encoding="utf-8").splitlines()]
+        rows = [json.loads(line) for line in text.read_text(encoding="utf-8").split("\n") if line]
         records = [SequenceRecord(**{k: v for k, v in row.items() if k != "advantage"}) for row in rows]
-        return from_arrays(step, load_file(binary), records)
+        return from_arrays(step, load_file(binary), records, frozen=frozen)
 
-    def _write(self, batch: RolloutBatch) -> None:
+    def _write(self, batch: RolloutBatch, note: Mapping[str, str] | None) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         text, binary = self._paths(batch.step)
         rows = (
             asdict(record) | {"advantage": sequence.advantage}
             for record, sequence in zip(batch.records, batch.sequences, strict=True)
         )
-        _publish(text, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
-        staged = binary.with_suffix(".tmp")
-        save_file(to_arrays(batch), staged)
-        os.replace(staged, binary)
+        content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        _publish(text, lambda staged: staged.write_text(content, encoding="utf-8"))
+        arrays = to_arrays(batch)
+        about = {**(note or {}), "digest": _digest(text, arrays)}
+        _publish(binary, lambda staged: save_file(arrays, staged, about))
         if self._keep:
             for stale in sorted(self.folder.glob("step_*.safetensors"))[: -self._keep]:
-                stale.unlink()
+                if self.needed_from is None or int(stale.stem.split("_")[1]) < self.needed_from:
+                    stale.unlink()
 
     def _paths(self, step: int) -> tuple[Path, Path]:
         name = f"step_{step:06d}"
         return self.folder / f"{name}.jsonl", self.folder / f"{name}.safetensors"
 
 
-def _publish(path: Path, content: bytes) -> None:
-    staged = path.with_suffix(".tmp")
-    staged.write_bytes(content)
+def _publish(path: Path, write: Callable[[Path], object]) -> None:
+    """Whole, and on the disk, or not there."""
+    staged = path.with_name(path.name + ".tmp")
+    write(staged)
+    with staged.open("rb") as file:
+        os.fsync(file.fileno())
     os.replace(staged, path)
+
+
+def _digest(text: Path, arrays: Mapping[str, Tensor]) -> str:
+    checksum = hashlib.sha256(text.read_bytes())
+    for name in sorted(arrays):
+        checksum.update(arrays[name].numpy().tobytes())
+    return checksum.hexdigest()

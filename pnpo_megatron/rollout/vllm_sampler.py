@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import time
@@ -128,6 +129,8 @@ class VllmSampler:
         self.failures: tuple[PromptFailure, ...] = ()
         """Prompts of the last `generate` that gave no group; complete once its iterator has ended."""
         self._synced = False
+        self.weights_digest = ""
+        """Names the weights of the last sync by their checksums."""
         self._sender = WeightSender(expected_tensors(folder))
         settings = EngineSettings(
             model_folder=str(folder),
@@ -179,6 +182,8 @@ class VllmSampler:
         if not isinstance(reply, WeightsLoaded) or (reply.version, reply.tensors) != (version, len(entries)):
             raise RolloutError(f"weight sync: the worker answered {reply}, expected version {version}")
         self.version, self._synced = version, True
+        names = repr([(entry.name, entry.checksum) for entry in entries])
+        self.weights_digest = hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
 
     def generate(
         self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: tuple[int | str, ...]
