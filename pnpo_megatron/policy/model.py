@@ -6,7 +6,6 @@ Its last stage returns hidden states, never logits: log-probs come from the chun
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,71 +21,10 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from pnpo_megatron.convert.architecture import Architecture, Experts
-from pnpo_megatron.convert.families import check_tensor_parallel
 from pnpo_megatron.errors import ConfigError
-from pnpo_megatron.policy.process_groups import ParallelSettings
+from pnpo_megatron.parallel.settings import ParallelSettings, check_layout, padded_vocab_size, stage_layout
 from pnpo_megatron.policy.spec import block_spec, uses_transformer_engine
 from pnpo_megatron.types import PackedBatch
-
-# Megatron's own default; the same for all usual tensor-parallel sizes, so checkpoints fit each other.
-_VOCAB_MULTIPLE = 128
-
-
-def padded_vocab_size(vocab: int, tensor_parallel: int) -> int:
-    """The vocabulary rounded up so that every tensor-parallel rank holds the same number of rows."""
-    multiple = math.lcm(_VOCAB_MULTIPLE, tensor_parallel)
-    return -(-vocab // multiple) * multiple
-
-
-def stage_layout(layers: int, pipeline: int, virtual: int) -> list[list[str]] | None:
-    """Which layers each (virtual) stage holds, or None where Megatron's own even split does.
-
-    Otherwise the first and last stages, which also hold the tables, get the fewer layers.
-
-    Raises:
-        ConfigError: fewer layers than stages.
-    """
-    stages = pipeline * virtual
-    if stages > layers:
-        raise ConfigError(
-            f"parallel.pipeline x virtual_pipeline = {pipeline} x {virtual} = {stages} stages for {layers} "
-            f"layers; use at most {layers}"
-        )
-    if layers % stages == 0:
-        return None
-    counts, extra = [layers // stages] * stages, layers % stages
-    for stage in sorted(range(stages), key=lambda s: -min(s, stages - 1 - s))[:extra]:
-        counts[stage] += 1
-    layout = [["decoder"] * count for count in counts]
-    layout[0].insert(0, "embedding")
-    layout[-1].append("loss")
-    return layout
-
-
-def check_layout(arch: Architecture, parallel: ParallelSettings) -> None:
-    """Refuse a layout that this architecture cannot be trained under.
-
-    Raises:
-        ConfigError: experts that do not fit the layout, or fewer layers than stages.
-        ConversionError: a tensor-parallel size that does not divide the widths.
-    """
-    check_tensor_parallel(arch, parallel.tensor)
-    stage_layout(arch.layers, parallel.pipeline, parallel.virtual_pipeline)
-    if arch.experts is None:
-        if parallel.expert > 1:
-            raise ConfigError(
-                f"parallel.expert = {parallel.expert}: {arch.family} has no experts; use 1"
-            )
-        return
-    if arch.experts.count % parallel.expert:
-        raise ConfigError(
-            f"parallel.expert = {parallel.expert} does not divide the model's {arch.experts.count} experts"
-        )
-    if parallel.tensor > 1 and not parallel.sequence:
-        raise ConfigError(
-            f"parallel.tensor = {parallel.tensor} with experts needs parallel.sequence = true: without it "
-            "Megatron stops in the first forward pass"
-        )
 
 
 def _check_messages(config: TransformerConfig) -> None:

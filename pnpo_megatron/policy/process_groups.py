@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -12,49 +11,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from pnpo_megatron.errors import ConfigError
 from pnpo_megatron.parallel.groups import ParallelGroups
-
-
-@dataclass(frozen=True)
-class ParallelSettings:
-    """Sizes of the parallel dimensions; data parallelism takes what is left of the ranks."""
-
-    tensor: int = 1
-    pipeline: int = 1
-    virtual_pipeline: int = 1
-    context: int = 1
-    expert: int = 1
-    sequence: bool = False
-    """Norms and residuals hold 1/tensor of the tokens each."""
-
-    def data_size(self, world_size: int) -> int:
-        """Data-parallel size on ``world_size`` ranks.
-
-        Raises:
-            ConfigError: the sizes do not fit the ranks or each other.
-        """
-        model = self.tensor * self.pipeline * self.context
-        if world_size % model:
-            raise ConfigError(
-                f"parallel.tensor x pipeline x context = {self.tensor} x {self.pipeline} x {self.context} = "
-                f"{model} does "
-                f"not divide the {world_size} ranks started; start a multiple of {model} ranks"
-            )
-        data = world_size // model
-        if (data * self.context * self.tensor) % self.expert:
-            raise ConfigError(
-                f"parallel.expert = {self.expert} does not divide tensor x context x data = "
-                f"{data * self.context * self.tensor} ranks; use a divisor of that"
-            )
-        if self.sequence and self.tensor == 1:
-            raise ConfigError("parallel.sequence = true needs parallel.tensor above 1; set it to false")
-        if self.virtual_pipeline > 1 and self.pipeline == 1:
-            raise ConfigError(
-                f"parallel.virtual_pipeline = {self.virtual_pipeline} needs parallel.pipeline above 1; set "
-                f"it to 1"
-            )
-        return data
+from pnpo_megatron.parallel.settings import ParallelSettings
 
 
 def start_distributed(timeout_s: float = 1800.0) -> None:
