@@ -6,7 +6,7 @@ Defaults are the paper's four-epoch run where it states one. Paths are relative 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from tomllib import TOMLDecodeError
 from typing import Any, Literal, Self
@@ -46,6 +46,8 @@ class RunConfig(Section):
     """GPUs only: bitwise resume, slower kernels. CPU runs always repeat bit for bit."""
     timeout_s: PositiveFloat = 1800.0
     """Longest wait of a rank for its peers (collectives of the learner)."""
+    silence_s: NonNegativeFloat = 20.0
+    """A rank that gives no sign of life for so long counts as dead, and the others end; 0 does not watch."""
 
 
 class ModelConfig(Section):
@@ -88,8 +90,10 @@ class ParallelConfig(Section):
 class DataConfig(Section):
     """Prompts and how they are rendered."""
 
-    prompts: str
-    """JSON Lines ``{"id","problem","answer"}`` or DAPO-Math-17k's parquet columns."""
+    prompts: str | list[str]
+    """JSON Lines ``{"id","problem","answer"}`` or DAPO-Math-17k's parquet columns; one file or several."""
+    weights: list[PositiveFloat] = []
+    """Share of each file in every batch; empty: every prompt once a pass, whatever its file."""
     template: str = "chat"
     """``chat`` (the tokenizer's), ``raw`` (the problem as it stands), or a Jinja file."""
     shuffle: bool = True
@@ -97,6 +101,20 @@ class DataConfig(Section):
     """One prompt with two golds: stop, or drop every row of that prompt."""
     system_prompt: str = ""
     template_kwargs: dict[str, bool | int | str] = {}
+
+    @property
+    def files(self) -> list[str]:
+        """Prompt files."""
+        return [self.prompts] if isinstance(self.prompts, str) else self.prompts
+
+    @model_validator(mode="after")
+    def _every_file_has_a_weight(self) -> Self:
+        if not self.files or (self.weights and len(self.weights) != len(self.files)):
+            raise ValueError(
+                f"data.prompts names {len(self.files)} files and data.weights {len(self.weights)} weights; "
+                "give at least one file, and one weight a file or none"
+            )
+        return self
 
 
 class RolloutConfig(Section):
@@ -121,6 +139,25 @@ class RolloutConfig(Section):
     """CPU threads of the engine."""
     keep: NonNegativeInt = 3
     """Binary rollout files kept, 0 for all; the JSON Lines are always kept."""
+    stop: list[str] = []
+    """Further tokens that end a response, beside those of generation_config.json."""
+    dynamic_sampling: bool = False
+    """Replace groups whose rewards are all equal by other prompts' (DAPO)."""
+    max_refills: NonNegativeInt = 3
+    """Rounds of other prompts in place of failed or dropped ones; then dropped groups fill the batch."""
+    overlong: Literal["keep", "mask", "penalty"] = "keep"
+    """Truncated responses: train them, leave them out of the loss, or DAPO's soft penalty on the reward."""
+    overlong_buffer: PositiveInt = 4096
+    """Tokens before the limit over which the penalty grows."""
+    overlong_penalty: PositiveFloat = 1.0
+    """The penalty at the limit."""
+    correction: Literal["none", "token", "sequence"] = "none"
+    """Multiply the loss by learner / engine of the sampled token, or of the whole response, truncated."""
+    correction_cap: float = Field(2.0, gt=1.0)
+    correction_mask: bool = False
+    """Leave out tokens (or responses) whose correction lies outside 1/cap..cap, instead of truncating."""
+    max_lag: int = Field(0, ge=0, le=1)
+    """1: generate the next batch during the update, with weights that are one batch older."""
     max_mismatch: PositiveFloat = 0.5
     """Nats a token between learner and engine, on the same weights, above which the run stops."""
     sync_check: PositiveInt = 4
@@ -128,6 +165,8 @@ class RolloutConfig(Section):
     start_timeout_s: PositiveFloat = 900.0
     generate_timeout_s: PositiveFloat = 7200.0
     sync_timeout_s: PositiveFloat = 600.0
+    restarts: NonNegativeInt = 2
+    """Times that a dead engine is started again within one call, with the same weights, prompts and seeds."""
 
     @model_validator(mode="after")
     def _training_samples_the_whole_distribution(self) -> Self:
@@ -135,6 +174,15 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"rollout.top_p = {self.top_p}: ratios are taken against the untruncated policy, so "
                 "training needs 1.0; eval.top_p is free"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_penalty_fits_the_length(self) -> Self:
+        if self.overlong == "penalty" and self.overlong_buffer > self.max_response_tokens:
+            raise ValueError(
+                f"rollout.overlong_buffer = {self.overlong_buffer} exceeds rollout.max_response_tokens = "
+                f"{self.max_response_tokens}; use about a quarter of it, {self.max_response_tokens // 4 or 1}"
             )
         return self
 
@@ -146,6 +194,8 @@ class RewardConfig(Section):
     """``math`` or ``module:function``, taking a RewardInput and returning a float."""
     workers: PositiveInt = 2
     timeout_s: PositiveFloat = 10.0
+    memory_bytes: NonNegativeInt = 4 << 30
+    """Address space of a grader process; 0, which a function on a GPU needs, sets no limit."""
     max_fault_rate: float = Field(0.01, ge=0.0, le=1.0)
     permute: bool = False
     """Control experiment: shuffle the rewards inside every group, so that they teach nothing but format."""
@@ -214,7 +264,17 @@ class CheckpointConfig(Section):
     """Resumable checkpoints."""
 
     every: NonNegativeInt = 10
+    """Rollout batches between two checkpoints; the last one and a stop by a signal save in any case."""
+    within_batch: NonNegativeInt = 0
+    """Updates between two checkpoints inside a rollout batch; 0 (or false) saves only between batches."""
     keep: PositiveInt = 3
+    """Newest checkpoints kept, beside the best by evaluation and the newest that every layout loads."""
+    portable_every: NonNegativeInt = 50
+    """Rollout batches between checkpoints that load under any layout (the last one always does)."""
+    asynchronous: bool = True
+    """Write while training goes on."""
+    on_failure: Literal["stop", "go_on"] = "stop"
+    """When a checkpoint cannot be written, e.g. because the disk is full."""
 
 
 class ExportConfig(Section):
@@ -257,6 +317,23 @@ class Config(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _old_logprobs_are_of_the_policy_that_sampled(self) -> Self:
+        rollout, source = self.rollout, self.objective.old_logprobs
+        if rollout.max_lag and source == "learner":
+            raise ValueError(
+                f'rollout.max_lag = {rollout.max_lag} needs objective.old_logprobs = "rollout": the learner '
+                "has moved on since the batch was sampled, and ratios that begin at 1 against it would hide that"
+            )
+        if rollout.correction != "none" and source == "rollout":
+            raise ValueError(
+                f'rollout.correction = "{rollout.correction}" is the ratio of objective.old_logprobs = '
+                '"learner" to the engine\'s; with "rollout" it is 1 everywhere: set correction = "none"'
+            )
+        if rollout.max_lag and rollout.replay:
+            raise ValueError("rollout.max_lag: nothing is sampled with rollout.replay; use max_lag = 0")
+        return self
+
+    @model_validator(mode="after")
     def _a_sequence_fits_a_micro_batch(self) -> Self:
         multiple = 2 * self.parallel.context * self.parallel.tensor
         longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
@@ -268,13 +345,25 @@ class Config(BaseSettings):
             )
         return self
 
+    def flat(self) -> dict[str, Any]:
+        """``section.key`` to value, JSON values only."""
+        values: dict[str, Any] = {}
+        for name, value in self.model_dump(mode="json").items():
+            section = getattr(self, name)
+            values |= (
+                {f"{name}.{k}": v for k, v in value.items()}
+                if isinstance(section, Section)
+                else {name: value}
+            )
+        return values
+
     def to_toml(self) -> str:
         """The resolved settings, loadable again."""
         return tomli_w.dumps(_without_none(self.model_dump(mode="json")))
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file and ``--section.key=value`` overrides.
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, without: Collection[str] = ()) -> Config:
+    """Read a TOML file, leaving out the ``section.key`` in `without`, and ``--section.key=value`` overrides.
 
     Raises:
         ConfigError: one line with the key, what was found and what would work.
@@ -287,7 +376,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     try:
         flags = CliSettingsSource[Any](Config, cli_parse_args=list(overrides), cli_exit_on_error=False)
-        return Config.model_validate(_merged(TomlConfigSettingsSource(Config, path)(), flags()))
+        table = TomlConfigSettingsSource(Config, path)()
+        for section, _, key in (one.partition(".") for one in without):
+            table.get(section, {}).pop(key, None)
+        return Config.model_validate(_merged(table, flags()))
     except TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     except SettingsError as error:

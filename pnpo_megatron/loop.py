@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 from torch import Tensor
@@ -31,6 +31,37 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Position:
+    """Where a run stands between two updates: all that the loop needs to go on from there."""
+
+    step: int = 0
+    """Finished rollout batches."""
+    update: int = 0
+    """Updates made, taken or skipped."""
+    made: int = 0
+    """Those of them on `batch`."""
+    lag: int = 0
+    """Those of `made` that were taken."""
+    not_finite: int = 0
+    """Updates in a row, up to the last, whose loss or gradient was not finite."""
+    batch: RolloutBatch | None = None
+    """The frozen batch of step + 1, if it is in work."""
+
+    def after(self, metrics: Metrics) -> Position:
+        """One update further."""
+        return replace(
+            self,
+            update=self.update + 1,
+            made=self.made + 1,
+            lag=self.lag + (not metrics["update/skipped"]),
+            not_finite=self.not_finite + 1 if metrics["update/not_finite"] else 0,
+        )
+
+
+START = Position()
+
+
+@dataclass(frozen=True)
 class Parts:
     """What `build` made. Every rank calls them in the same order."""
 
@@ -44,49 +75,60 @@ class Parts:
     """Send the learner's weights to the sampler; the argument is their step."""
     log: Callable[[int, int, int, Mapping[str, float]], None]
     """step, epoch, update, metrics."""
+    finish_update: Callable[[Position], bool]
+    """After an update: save what is due inside a batch; True to stop early."""
     finish_step: Callable[[int, int], bool]
     """After step and update: evaluate, export and save what is due; True to stop early."""
 
 
-def train(plan: Plan, parts: Parts, *, done: int = 0, update: int = 0) -> int:
+def train(plan: Plan, parts: Parts, start: Position = START) -> int:
     """Sample, score, reuse K times, sync, repeat (PNPO, section 3.2).
 
     Args:
-        done, update: finished rollout batches and updates of the run that is resumed.
+        start: where the run that is resumed was saved, between two batches or inside one.
 
     Returns:
         The last finished step; less than `plan.steps` if stopped early.
     """
-    learner, objective = parts.learner, parts.objective
-    once = parts.sync(done)
-    if done == 0 and parts.finish_step(0, 0):
+    learner, objective, at = parts.learner, parts.objective, start
+    once = {} if at.batch else parts.sync(at.step)  # inside a batch nothing is sampled
+    if at == START and parts.finish_step(0, 0):
         return 0
 
-    for step in range(done + 1, plan.steps + 1):
-        batch, sampled = parts.collect(step)
-        batch, scored = score(plan, parts, batch)  # frozen from here: reused, never changed
-        once = {**sampled, **scored, **parts.compare(batch), **once}
-        taken, skipped = 0, 0
+    for step in range(at.step + 1, plan.steps + 1):
+        if at.batch is None:
+            batch, sampled = parts.collect(step)
+            batch, scored = score(plan, parts, batch)  # frozen from here: reused, never changed
+            once = {**sampled, **scored, **parts.compare(batch), **once}
+            at = replace(at, batch=batch, made=0, lag=0)
 
-        for epoch in range(1, plan.epochs + 1):
-            for mini_batch in updates_of(plan, objective, batch, epoch):
-                metrics = learner.update(mini_batch, objective, step=step)  # weight and gate recomputed here
-                update += 1
-                parts.log(step, epoch, update, {"lag": taken, **metrics, **once})
-                once = {}
-                taken += not metrics["update/skipped"]
-                skipped = skipped + 1 if metrics["update/not_finite"] else 0
-                if skipped >= plan.max_skipped:
-                    raise TrainingFaultError(
-                        f"{skipped} updates in a row had a loss or gradient that is not finite (last: "
-                        f"update {update}); lower optimizer.lr or optimizer.clip_grad, or look at this "
-                        "step's rollouts"
-                    )
+        for epoch, mini_batch in updates_left(plan, objective, at):
+            metrics = learner.update(mini_batch, objective, step=step)  # weight and gate recomputed here
+            parts.log(step, epoch, at.update + 1, {"lag": at.lag, **metrics, **once})
+            at, once = at.after(metrics), {}
+            if at.not_finite >= plan.max_skipped:
+                raise TrainingFaultError(
+                    f"{at.not_finite} updates in a row had a loss or gradient that is not finite (last: "
+                    f"update {at.update}); lower optimizer.lr or optimizer.clip_grad, or look at this "
+                    "step's rollouts"
+                )
+            if parts.finish_update(at):
+                return at.step
 
-        once = parts.sync(step)
-        if parts.finish_step(step, update):
+        at, once = replace(at, step=step, batch=None), parts.sync(step)
+        if parts.finish_step(step, at.update):
             return step
     return plan.steps
+
+
+def updates_left(plan: Plan, objective: Objective, at: Position) -> Iterator[tuple[int, MiniBatch]]:
+    """(epoch, mini-batch) of the batch in work: K x M in all, less those made before the run was resumed."""
+    assert at.batch is not None
+    made = at.made
+    for epoch in range(1, plan.epochs + 1):
+        updates = updates_of(plan, objective, at.batch, epoch)
+        yield from ((epoch, mini_batch) for mini_batch in updates[made:])
+        made = max(0, made - len(updates))
 
 
 def updates_of(plan: Plan, objective: Objective, batch: RolloutBatch, epoch: int) -> Sequence[MiniBatch]:

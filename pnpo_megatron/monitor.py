@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,23 +19,29 @@ class Monitor:
     """Writes the metrics of one run. Only rank 0 has one that is `active`; the others drop every row."""
 
     def __init__(
-        self, folder: Path, *, total_updates: int, active: bool = True, resume_at_bytes: int | None = None
+        self,
+        folder: Path,
+        *,
+        total_updates: int,
+        active: bool = True,
+        resume_at_bytes: int | None = None,
+        update: int = 0,
     ) -> None:
-        """`resume_at_bytes`: cut metrics.jsonl back to what the checkpoint saw; None starts a new file."""
+        """`resume_at_bytes`: cut metrics.jsonl back to what the checkpoint saw, after `update` rows; None
+        starts a new file."""
         self._active = active
         self._file: IO[str] | None = None
         if not active:
             return
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
+        self._console = Console(file=sys.stderr)
         if resume_at_bytes is None:
             path.write_bytes(b"")
         else:
-            with path.open("rb+") as file:
-                file.truncate(resume_at_bytes)
+            self._cut(path, resume_at_bytes)
         self._file = path.open("a", encoding="utf-8", buffering=1)
-        self._tensorboard = SummaryWriter(str(folder / "tb"))
-        self._console = Console(file=sys.stderr)
+        self._tensorboard = SummaryWriter(str(folder / "tb"), purge_step=update + 1 if update else None)
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
@@ -44,14 +51,20 @@ class Monitor:
             console=self._console,
             disable=not self._console.is_terminal,
         )
-        self._task: TaskID = self._progress.add_task("training", total=total_updates, note="")
+        self._task: TaskID = self._progress.add_task(
+            "training", total=total_updates, completed=update, note=""
+        )
         self._progress.start()
         self._latest: dict[str, float] = {}
 
-    @property
-    def bytes_written(self) -> int:
-        """Length of metrics.jsonl; a checkpoint stores it so that a resumed run continues the same file."""
-        return self._file.tell() if self._file else 0
+    def flush(self) -> int:
+        """See that all rows are on the disk. Their length: a checkpoint stores it, so that a resumed run
+        continues the same file."""
+        if self._file is None:
+            return 0
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._file.tell()
 
     def log_update(self, *, step: int, epoch: int, update: int, metrics: Mapping[str, Any]) -> None:
         """One optimizer update, taken or skipped."""
@@ -89,6 +102,17 @@ class Monitor:
             self._progress.stop()
             self._tensorboard.close()
             self._file.close()
+
+    def _cut(self, path: Path, size: int) -> None:
+        """Rows past `size` belong to updates that are made again."""
+        path.touch()
+        with path.open("rb+") as file:
+            there = file.seek(0, os.SEEK_END)
+            if there < size:  # somebody cut or removed it: the rest of the run is still worth having
+                self.say(f"{path} has {there} bytes, the checkpoint saw {size}: rows before it are missing")
+                file.seek(0)
+                size = file.read().rfind(b"\n") + 1
+            file.truncate(size)
 
     def _write(self, head: dict[str, Any], metrics: Mapping[str, Any], at: int) -> None:
         assert self._file is not None

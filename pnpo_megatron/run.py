@@ -31,7 +31,7 @@ from pnpo_megatron.monitor import Monitor
 from pnpo_megatron.parallel.rank_zero import any_rank, from_rank_zero
 from pnpo_megatron.policy.learner import SKIP_REASONS
 from pnpo_megatron.resume import HARMLESS, RunState, is_complete
-from pnpo_megatron.rollout.collect import CollectSettings, collect, probe
+from pnpo_megatron.rollout.collect import CollectSettings, Overlong, collect, probe
 from pnpo_megatron.rollout.mismatch import check_mismatch, mismatch_metrics
 from pnpo_megatron.rollout.store import RolloutStore
 from pnpo_megatron.rollout.vllm_sampler import VllmSampler
@@ -226,14 +226,18 @@ class Run:
         if held := self._held(step):
             return held
         assert self.live.rewards is not None
+        rollout = self.config.rollout
         settings = CollectSettings(
-            prompts=self.config.rollout.prompts,
-            group_size=self.config.rollout.group_size,
+            prompts=rollout.prompts,
+            group_size=rollout.group_size,
             sampling=self.live.inputs.sampling,
             seed=self.config.seed,
             advantage_std=self.config.objective.advantage_std,
             permute_rewards=self.config.reward.permute,
             max_fault_rate=self.config.reward.max_fault_rate,
+            dynamic=rollout.dynamic_sampling,
+            max_refills=rollout.max_refills,
+            overlong=Overlong(rollout.overlong, rollout.overlong_buffer, rollout.overlong_penalty),
         )
         take, grade = self.live.prompts.take, self.live.rewards.start
         batch, metrics = collect(step, settings, take, self._sampler, grade)
@@ -322,7 +326,7 @@ class Run:
             return
         self.config.run.folder.mkdir(parents=True, exist_ok=True)
         (self.config.run.folder / "config.toml").write_text(self.config.to_toml(), encoding="utf-8")
-        self.monitor.say(f"prompts: {self.live.inputs.prompt_summary}")
+        self.monitor.say(f"prompts: {self.live.inputs.loaded.summary}")
         self.monitor.say(self._gate_width())
         for benchmark in self.live.inputs.benchmarks:
             if seen := in_prompts(benchmark, self.live.inputs.prompts):

@@ -52,11 +52,14 @@ def restore_random_state(folder: Path, rank: int, world_size: int) -> bool:
     gauss = float(state["python_gauss"])
     random.setstate((3, tuple(state["python"].tolist()), None if gauss != gauss else gauss))
     *keys, position, has_gauss = state["numpy"].tolist()
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss,
-                         float(state["numpy_gauss"])))
+    np.random.set_state(
+        ("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, float(state["numpy_gauss"]))
+    )
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
-    tracked = {key.removeprefix(_MEGATRON): value for key, value in state.items() if key.startswith(_MEGATRON)}
+    tracked = {
+        key.removeprefix(_MEGATRON): value for key, value in state.items() if key.startswith(_MEGATRON)
+    }
     tensor_parallel.get_cuda_rng_tracker().set_states(tracked)
     return True

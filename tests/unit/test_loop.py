@@ -9,7 +9,7 @@ import torch
 
 from pnpo_megatron.algorithm.presets import make_objective
 from pnpo_megatron.errors import TrainingFaultError
-from pnpo_megatron.loop import Parts, Plan, train
+from pnpo_megatron.loop import START, Parts, Plan, train
 from pnpo_megatron.types import RolloutBatch, SequenceRecord, TrainSequence
 
 GROUPS, GROUP_SIZE, EPOCHS = 4, 2, 3
@@ -58,8 +58,8 @@ class FakeLearner:
         return iter(())
 
 
-def run(learner, plan, stop_after=None):
-    calls, rows = [], []
+def run(learner, plan, stop_after=None, start=START, stop_at_update=None, positions=None):
+    calls, rows, positions = [], [], [] if positions is None else positions
 
     def finish_step(step, update):
         calls.append(("finish", step, update))
@@ -76,9 +76,10 @@ def run(learner, plan, stop_after=None):
         compare=lambda batch: {"mismatch/mean": 0.0},
         sync=sync,
         log=lambda step, epoch, update, metrics: rows.append((step, epoch, update, dict(metrics))),
+        finish_update=lambda at: positions.append(at) or at.update == stop_at_update,
         finish_step=finish_step,
     )
-    return train(plan, parts), calls, rows
+    return train(plan, parts, start), calls, rows
 
 
 PLAN = Plan(seed=1, steps=2, epochs=EPOCHS, groups_per_update=2)
@@ -159,3 +160,26 @@ def test_rollout_logprobs_can_be_the_old_ones():
     run(learner, dataclasses.replace(PLAN, learner_scores_old=False))
     sequence = learner.seen[0][1].sequences[0]
     assert torch.equal(sequence.old_logprobs, sequence.rollout_logprobs)
+
+
+@pytest.mark.parametrize("stop_at", range(1, 12))
+def test_a_run_resumed_inside_a_batch_makes_the_updates_that_are_left_and_no_other(stop_at):
+    whole = FakeLearner()
+    _, _, rows = run(whole, PLAN)
+    before, after, positions = FakeLearner(), FakeLearner(), []
+    run(before, PLAN, stop_at_update=stop_at, positions=positions)
+    after.updates = stop_at  # the weights that the checkpoint holds
+    _, calls, later = run(after, PLAN, start=positions[-1])
+    for row in (*later, *rows):
+        row[3].pop("time/logprobs_s", None)
+    assert later == rows[stop_at:]
+    assert [m.indices for _, m in before.seen + after.seen] == [m.indices for _, m in whole.seen]
+    for (_, ours), (_, theirs) in zip(after.seen, whole.seen[stop_at:], strict=True):
+        for a, b in zip(ours.sequences, theirs.sequences, strict=True):
+            assert torch.equal(a.old_logprobs, b.old_logprobs) and a.advantage == b.advantage
+    assert calls[0] == ("sync", 1 if stop_at <= 6 else 2), "nothing is sampled before the batch is used up"
+
+
+def test_updates_that_are_not_finite_are_counted_over_the_end_of_a_batch():
+    with pytest.raises(TrainingFaultError, match="8 updates in a row"):
+        run(FakeLearner(not_finite=True), dataclasses.replace(PLAN, max_skipped=8))

@@ -27,7 +27,7 @@ def test_rows_are_flat_json_with_their_position(tmp_path):
 def test_resuming_cuts_rows_that_the_checkpoint_had_not_seen(tmp_path):
     first = Monitor(tmp_path, total_updates=4)
     first.log_update(step=1, epoch=1, update=1, metrics={"loss": 1.0})
-    saved = first.bytes_written
+    saved = first.flush()
     first.log_update(step=2, epoch=1, update=2, metrics={"loss": 99.0})
     first.close()
     second = Monitor(tmp_path, total_updates=4, resume_at_bytes=saved)
