@@ -32,9 +32,11 @@ def sqrt_band(
     The prefix mean's spread shrinks as 1/sqrt(t), so h keeps the band at a constant width in standard
     deviations. `low` and `high` hold at t = L, or at t = `reference_length` if that replaces L.
     """
-    length = stats.length if reference_length is None else reference_length
-    scale = (length / stats.position.to(stats.token.dtype)).sqrt_()
-    return scale * -low, scale.mul_(high)
+    dtype = stats.token.dtype
+    length = stats.length if reference_length is None else torch.full_like(stats.length, reference_length)
+    # A root a row and a root a column, where positions are the columns: one product an element.
+    reach, shrink = length.to(dtype).sqrt_(), stats.position.to(dtype).rsqrt_()
+    return shrink * (reach * -low), shrink * (reach * high)
 
 
 def flat_band(advantages: Tensor, stats: RatioStats, *, low: float, high: float) -> Bounds:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -14,6 +14,7 @@ from pnpo_megatron.algorithm.select import zero_outside_
 from pnpo_megatron.algorithm.weights import Weight
 
 Mean = Literal["response", "token"]
+Score = Literal["token", "prefix"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,10 @@ class Objective:
     gate: Gate
     mean: Mean
     """"response": over a response's tokens, then over responses (PNPO, GSPO); "token": all alike (GRPO)."""
+    score: Score = "token"
+    """Whose score a token's coefficient multiplies: its own (Eq. 11), or the sum over its prefix (Eq. 6)."""
+    renormalise: bool = False
+    """Rejected tokens leave the denominators of the mean as well, as if they were not trained on."""
 
     def log_weight(self, stats: RatioStats) -> Tensor:
         """The log-weight in the log-ratios' own type: float64 sums are divided first, then cast, once."""
@@ -43,6 +48,8 @@ class TokenTerms:
     """bool: rejected, w_t under its lower bound."""
     above: Tensor
     """bool: rejected, w_t over its upper bound, or infinite."""
+    accepted: Tensor | None = None
+    """Kept trained tokens of the token's own response, where the mean is over those."""
 
     @property
     def keep(self) -> Tensor:
@@ -86,22 +93,63 @@ def policy_loss(
     terms = token_terms(objective, stats, advantages)
     with torch.no_grad():
         mask = loss_share > 0
-        slope = loss_slope(terms, advantages * loss_share, mask)
+        terms, slope = token_slope(objective, stats, terms, advantages * loss_share, mask)
         value = surrogate_value(slope, policy_logprobs, mask)
     return attach_slope(policy_logprobs, slope, value), terms
 
 
-def loss_slope(terms: TokenTerms, scale: Tensor, mask: Tensor) -> Tensor:
+def token_slope(
+    objective: Objective,
+    stats: RatioStats,
+    terms: TokenTerms,
+    scale: Tensor,
+    mask: Tensor,
+    out: Tensor | None = None,
+) -> tuple[TokenTerms, Tensor]:
+    """The slope d loss / d log pi of every token by the objective's score, 0 off the mask.
+
+    Eq. 6 multiplies token t's coefficient by the scores of all k <= t, so token k collects those of all
+    t >= k: a suffix sum. A * share is one number a response and stays outside it, where the grid of the sum
+    would be too coarse for it.
+
+    Args:
+        scale: A * share. When renormalising over responses, share becomes 1 / (kept_i B'), and the terms say
+            kept_i; `renormalising_factor` is what is then left, and is known once all tokens are.
+    """
+    if objective.renormalise:
+        terms = replace(terms, accepted=stats.suffix_sums((terms.keep & mask).to(stats.token.dtype))[1])
+        if objective.mean == "response":
+            scale = scale * (stats.length / terms.accepted.clamp(min=1)).to(scale.dtype)
+    if objective.score == "token":
+        return terms, loss_slope(terms, scale, mask, out)
+    coefficients = zero_outside_(terms.weight.clone(), terms.keep & mask)
+    collected = stats.suffix_sums(coefficients)[0].to(scale.dtype)
+    return terms, zero_outside_(torch.mul(collected, -scale, out=out), mask)
+
+
+def renormalising_factor(
+    mean: Mean, *, tokens: float, kept: float, responses: float, kept_responses: float
+) -> float:
+    """What turns the loss over all trained tokens into that over the kept ones; counts of a whole mini-batch.
+
+    A loss is a sum and these counts are sums, so the loss, or its gradient, may be multiplied at the end: no
+    split can change the result. With nothing kept the loss is 0 and stays so.
+    """
+    whole, left = (tokens, kept) if mean == "token" else (responses, kept_responses)
+    return whole / left if left else 1.0
+
+
+def loss_slope(terms: TokenTerms, scale: Tensor, mask: Tensor, out: Tensor | None = None) -> Tensor:
     """The slope d loss / d log pi = -w * scale, with `scale` = A * share.
 
     Exactly 0 on rejected tokens and off the mask: selected, not multiplied, for 0 * inf is NaN.
     """
-    return zero_outside_(terms.weight * -scale, terms.keep & mask)
+    return zero_outside_(torch.mul(terms.weight, -scale, out=out), terms.keep & mask)
 
 
 def surrogate_value(slope: Tensor, policy_logprobs: Tensor, mask: Tensor) -> Tensor:
     """Scalar sum of slope * log pi over the mask; elsewhere may stand anything, NaN included."""
-    return zero_outside_(policy_logprobs.detach().to(slope.dtype, copy=True), mask).mul_(slope).sum()
+    return zero_outside_(policy_logprobs.detach() * slope, mask).sum()
 
 
 def attach_slope(policy_logprobs: Tensor, slope: Tensor, value: Tensor) -> Tensor:

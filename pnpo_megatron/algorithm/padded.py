@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from pnpo_megatron.algorithm.objective import (
 )
 from pnpo_megatron.algorithm.presets import make_objective
 from pnpo_megatron.algorithm.ratios import check_same_shape, count_tokens, padded_ratio_stats
+from pnpo_megatron.algorithm.select import all_true
 
-CHUNK_TOKENS = 1 << 19
+CHUNK_TOKENS = 1 << 18
 """Tokens whose temporaries live at once. Rows are independent, so this moves memory and time, not numbers."""
 
 
@@ -74,15 +76,26 @@ def _slope_and_value(
     advantages = advantages.to(dtype)[:, None]
     slope = torch.zeros(policy_logprobs.shape, dtype=dtype, device=policy_logprobs.device)
     value = torch.zeros((), dtype=torch.float64, device=policy_logprobs.device)
-    for rows in lengths.argsort().split(max(1, CHUNK_TOKENS // max(1, slope.shape[1]))):
+    for rows in _blocks_of_rows(lengths, slope.shape[1]):
         columns = _used_columns(response_mask[rows])
         policy, old, mask = (x[:, columns][rows] for x in (policy_logprobs, old_logprobs, response_mask))
         stats = padded_ratio_stats(policy, old, mask)
         terms = token_terms(objective, stats, advantages[rows])
-        part = loss_slope(terms, advantages[rows] * shares[rows], mask)
+        in_place = slope[rows, columns] if isinstance(rows, slice) else None
+        part = loss_slope(terms, advantages[rows] * shares[rows], mask, out=in_place)
         value += surrogate_value(part, policy, mask)
-        slope[:, columns].index_copy_(0, rows, part)
+        if not isinstance(rows, slice):
+            slope[:, columns].index_copy_(0, rows, part)
     return slope, value.to(dtype)
+
+
+def _blocks_of_rows(lengths: Tensor, columns: int) -> Iterator[Tensor | slice]:
+    """Rows whose temporaries live at once: neighbours where all are equally long, else sorted by length."""
+    size = max(1, CHUNK_TOKENS // max(1, columns))
+    if lengths.device.type == "cpu" and len(lengths) and bool((lengths == lengths[0]).all()):
+        yield from (slice(start, start + size) for start in range(0, len(lengths), size))
+    else:
+        yield from lengths.argsort().split(size)
 
 
 def _used_columns(response_mask: Tensor) -> slice:
@@ -90,7 +103,7 @@ def _used_columns(response_mask: Tensor) -> slice:
 
     Rows come sorted by length: those of one chunk are about equally long, and little padding is computed.
     """
-    if response_mask.device.type != "cpu" or response_mask.numel() == 0:
+    if response_mask.device.type != "cpu" or all_true(response_mask):
         return slice(None)
     used = response_mask.view(torch.uint8).amax(0).nonzero()
     return slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(0, 0)

@@ -9,7 +9,7 @@ from typing import Any
 
 from pnpo_megatron.algorithm.gates import Gate, flat_band, no_gate, ppo_clip, sqrt_band
 from pnpo_megatron.algorithm.objective import Objective
-from pnpo_megatron.algorithm.weights import Weight, resolve_weight
+from pnpo_megatron.algorithm.weights import resolve_weight
 from pnpo_megatron.errors import ConfigError
 
 _GRPO_GATE = {"gate": "clip", "mean": "token", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}
@@ -30,13 +30,17 @@ GATE_KEYS = {
 }
 _REQUIRED = ("gate_low", "gate_high", "clip_low", "clip_high")
 _TOLERANCE_KEYS = tuple(dict.fromkeys(key for keys in GATE_KEYS.values() for key in keys))
+OBJECTIVE_KEYS = ("weight", "alpha", "gate", "mean", "score", "renormalise", *_TOLERANCE_KEYS)
+"""What a preset fills in and a setting overrides."""
 
 
 def objective_settings(name: str = "pnpo", **overrides: Any) -> dict[str, Any]:
     """All settings of the objective, resolved: the preset `name` with overrides; None means "not given".
 
-    Keys: weight ("token" ... or "module:function"), gate ("sqrt", "flat", "clip", "none"), mean ("response",
-    "token"), gate_low, gate_high, gate_reference_length, clip_low, clip_high, dual_clip.
+    Keys: weight ("token" ... or "module:function"), alpha (of weight "tempered"), gate ("sqrt", "flat",
+    "clip", "none"), mean ("response", "token"), score ("token", "prefix"), renormalise (bool), gate_low,
+    gate_high, gate_reference_length, clip_low, clip_high, dual_clip. The two that no preset sets stand for
+    the paper's choice when absent: score "token", no renormalising.
 
     Raises:
         ConfigError: an unknown name, key or value; a tolerance that the gate does not read, or lacks.
@@ -44,10 +48,11 @@ def objective_settings(name: str = "pnpo", **overrides: Any) -> dict[str, Any]:
     if name not in PRESETS:
         hint = f'; a weight of your own is weight = "{name}" beside one of these names' if ":" in name else ""
         raise ConfigError(f"objective.name = {name!r}: expected one of {', '.join(PRESETS)}{hint}")
-    known = ("weight", "gate", "mean", *_TOLERANCE_KEYS)
     for key in overrides:
-        if key not in known:
-            raise ConfigError(f"objective.{key}: no such setting; expected one of {', '.join(known)}")
+        if key not in OBJECTIVE_KEYS:
+            raise ConfigError(
+                f"objective.{key}: no such setting; expected one of {', '.join(OBJECTIVE_KEYS)}"
+            )
     given = {key: value for key, value in overrides.items() if value is not None}
     settings = PRESETS[name] | given
     gate, mean = settings["gate"], settings["mean"]
@@ -55,6 +60,8 @@ def objective_settings(name: str = "pnpo", **overrides: Any) -> dict[str, Any]:
         raise ConfigError(f"objective.gate = {gate!r}: expected one of {', '.join(GATE_KEYS)}")
     if mean not in ("response", "token"):
         raise ConfigError(f"objective.mean = {mean!r}: expected response or token")
+    if settings.get("score", "token") not in ("token", "prefix"):
+        raise ConfigError(f"objective.score = {settings['score']!r}: expected token or prefix")
     _check_tolerances(name, gate, given, settings)
     unread = set(_TOLERANCE_KEYS) - set(GATE_KEYS[gate])
     return {"name": name} | {key: value for key, value in settings.items() if key not in unread}
@@ -66,8 +73,14 @@ def make_objective(name: str = "pnpo", **overrides: Any) -> Objective:
     Here `weight` may also be the function itself.
     """
     settings = objective_settings(name, **overrides)
-    weight: Weight = resolve_weight(settings["weight"])
-    return Objective(name=name, weight=weight, gate=_make_gate(settings), mean=settings["mean"])
+    return Objective(
+        name=name,
+        weight=resolve_weight(settings["weight"], settings.get("alpha")),
+        gate=_make_gate(settings),
+        mean=settings["mean"],
+        score=settings.get("score", "token"),
+        renormalise=settings.get("renormalise", False),
+    )
 
 
 def _make_gate(settings: Mapping[str, Any]) -> Gate:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from pnpo_megatron.algorithm.fixed_point import to_grid
-from pnpo_megatron.algorithm.select import zero_outside_
+from pnpo_megatron.algorithm.select import all_true, zero_outside_
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,9 @@ class RatioStats:
     """L, at least 1."""
     compute_preceding_min: Callable[[], Tensor]
     """Only MinPRO needs it, so it is not computed before it is asked for."""
+    suffix_sums: Callable[[Tensor], tuple[Tensor, Tensor]] = field(kw_only=True)
+    """Of values, 0 off the mask: the sum over k >= t of the same response, and over all of it; float64, on the
+    grid. For Eq. 6 and for renormalising; collective where sequences are split."""
 
     @cached_property
     def preceding_min(self) -> Tensor:
@@ -68,6 +71,7 @@ def padded_ratio_stats(policy_logprobs: Tensor, old_logprobs: Tensor, response_m
         position=_positions(response_mask),
         length=count_tokens(response_mask)[..., None].clamp_(min=1),
         compute_preceding_min=lambda: _preceding_min(token, response_mask),
+        suffix_sums=_suffix_sums,
     )
 
 
@@ -96,7 +100,19 @@ def packed_ratio_stats(
         position=join([piece.position.expand_as(piece.token) for piece in pieces]),
         length=join([piece.length.expand_as(piece.token) for piece in pieces]),
         compute_preceding_min=lambda: join([piece.preceding_min for piece in pieces]),
+        suffix_sums=lambda values: _packed_suffix_sums(values, lengths),
     )
+
+
+def _suffix_sums(values: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., T] of one response a row -> ([..., T], [..., 1])."""
+    suffix = to_grid(values).flip(-1).cumsum(-1).flip(-1)
+    return suffix, suffix[..., :1]
+
+
+def _packed_suffix_sums(values: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
+    sums = [_suffix_sums(row) for row in torch.split(values, lengths)]
+    return torch.cat([one for one, _ in sums]), torch.cat([total.expand_as(one) for one, total in sums])
 
 
 def check_same_shape(**tensors: Tensor) -> None:
@@ -109,7 +125,11 @@ def check_same_shape(**tensors: Tensor) -> None:
 
 def count_tokens(response_mask: Tensor) -> Tensor:
     """[...] int32: True entries of each row."""
-    return response_mask.view(torch.uint8).sum(-1, dtype=torch.int32)  # the sum of a bool copies it to int64
+    ones = response_mask.view(torch.uint8)
+    # In blocks of rows: a sum into another type first copies all it is given.
+    blocks = ones.split(64) if ones.dim() > 1 else (ones,)
+    counts = [block.sum(-1, dtype=torch.int32) for block in blocks]
+    return torch.cat(counts) if ones.dim() > 1 else counts[0]
 
 
 def _positions(response_mask: Tensor) -> Tensor:
@@ -117,6 +137,8 @@ def _positions(response_mask: Tensor) -> Tensor:
 
     The usual layout costs nothing then. Other devices would have to be waited for, so they always count.
     """
+    if all_true(response_mask):
+        return torch.arange(1, response_mask.shape[-1] + 1, device=response_mask.device)
     if response_mask.device.type == "cpu" and response_mask.shape[-1] > 1:
         starts = response_mask[..., 1:] > response_mask[..., :-1]
         if not starts.view(torch.uint8).max():

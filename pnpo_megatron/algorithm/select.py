@@ -18,5 +18,13 @@ def zero_outside_(values: Tensor, mask: Tensor) -> Tensor:
     The bit patterns are multiplied, as integers, not the numbers: the result of `masked_fill_`, ten times as
     fast on CPUs.
     """
-    values.view(_INTEGER[values.dtype]).mul_(mask)
+    if not all_true(mask):
+        values.view(_INTEGER[values.dtype]).mul_(mask)
     return values
+
+
+def all_true(mask: Tensor) -> bool:
+    """No entry is False; only said where looking costs no device synchronisation."""
+    if mask.device.type != "cpu":
+        return False
+    return mask.numel() == 0 or bool(mask.view(torch.uint8).min())  # ten times as fast as `all`

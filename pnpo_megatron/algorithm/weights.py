@@ -7,6 +7,7 @@ or split over ranks. It returns logarithms; only the loss exponentiates, after a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 
 from torch import Tensor
@@ -42,13 +43,8 @@ def minpro_ratio(stats: RatioStats) -> Tensor:
     return stats.token + stats.preceding_min
 
 
-def tempered_prefix(stats: RatioStats, *, alpha: float = 1.0) -> Tensor:
-    """Gives log C_t^(t^-alpha): alpha = 0 is the exact cumulative ratio, alpha = 1 is PNPO.
-
-    Fix another alpha with ``functools.partial(tempered_prefix, alpha=0.5)``.
-    """
-    if not 0.0 <= alpha <= 1.0:
-        raise ValueError(f"alpha = {alpha}: must lie in [0, 1]; use 1 for PNPO")
+def tempered_prefix(stats: RatioStats, *, alpha: float) -> Tensor:
+    """Gives log C_t^(t^-alpha): alpha = 0 is the exact cumulative ratio, alpha = 1 is PNPO."""
     return stats.prefix_sum / stats.position**alpha
 
 
@@ -59,14 +55,28 @@ WEIGHTS: dict[str, Weight] = {
     "sequence": sequence_ratio,
     "minpro": minpro_ratio,
 }
+TEMPERED = "tempered"
+"""The one weight with a parameter: `tempered_prefix`, with its alpha."""
 
 
-def resolve_weight(weight: str | Weight) -> Weight:
-    """A weight from its name in `WEIGHTS`, from an import path ``"module:function"``, or itself.
+def resolve_weight(weight: str | Weight, alpha: float | None = None) -> Weight:
+    """A weight from its name, from an import path ``"module:function"``, or itself.
+
+    Args:
+        alpha: of "tempered", in [0, 1]; no other weight has one.
 
     Raises:
-        ConfigError: no such name, module or function, or the path names something that cannot be called.
+        ConfigError: no such name, module or function, or the path names something that cannot be called; an
+            alpha that is missing, out of range or not read.
     """
+    tempered = weight == TEMPERED
+    if tempered != (alpha is not None) or not 0.0 <= (alpha or 0.0) <= 1.0:
+        raise ConfigError(
+            f'objective.alpha = {alpha}: weight = "{TEMPERED}", and no other, needs one in [0, 1]; 0 is the '
+            f"cumulative ratio, 1 is PNPO's prefix mean. Here weight = {weight!r}"
+        )
+    if tempered:
+        return partial(tempered_prefix, alpha=alpha)
     if not isinstance(weight, str):
         return weight
     if weight in WEIGHTS:
@@ -74,7 +84,7 @@ def resolve_weight(weight: str | Weight) -> Weight:
     module_name, colon, function_name = weight.partition(":")
     if not (module_name and colon and function_name):
         raise ConfigError(
-            f"objective.weight = {weight!r}: expected one of {', '.join(WEIGHTS)}, "
+            f"objective.weight = {weight!r}: expected one of {', '.join([*WEIGHTS, TEMPERED])}, "
             'or your own as "module:function"'
         )
     try:
