@@ -8,7 +8,6 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -108,13 +107,10 @@ def write_hf_folder(
     """
     expected = hf_shapes(source.architecture)
     with published_whole(target, overwrite=overwrite) as folder:
-        stream = iter(tensors)
-        first = next(stream, None)
-        if first is None:
-            raise ConversionError(f"no tensor came for {target}")
-        dtype = dtype or first[1].dtype
-        places = _lay_out(folder, expected, dtype, max_shard_bytes)
-        for name, tensor in chain([first], stream):
+        places: dict[str, tuple[Path, int]] = {}
+        for name, tensor in tensors:
+            dtype = dtype or tensor.dtype
+            places = places or _lay_out(folder, expected, dtype, max_shard_bytes)
             if tuple(tensor.shape) != expected.get(name):
                 raise ConversionError(
                     f"{name} came out as {list(tensor.shape)}; the config.json of {source.path} calls for "
@@ -122,7 +118,7 @@ def write_hf_folder(
                 )
             del expected[name]
             _put(*places[name], tensor.detach().to("cpu", dtype))
-        if expected:
+        if expected or dtype is None:
             raise ConversionError(
                 f"{len(expected)} tensors of the model were not produced, first {min(expected)}"
             )

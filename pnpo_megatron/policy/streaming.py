@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -33,11 +34,14 @@ from torch.distributed.checkpoint.planner import (
     LoadPlan,
     ReadItem,
     SavePlan,
+    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 from torch.overrides import TorchFunctionMode
 
 from pnpo_megatron.convert.architecture import Architecture
@@ -107,9 +111,31 @@ class _OnDemand(dcp.DefaultSavePlanner):
 
 
 class _Writer(dcp.FileSystemWriter):
+    """One file. Torch's own `write_data` keeps the last tensor of every key."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Ask for each item, write it and forget it."""
+        name, results = f"{plan.storage_data.prefix}0.distcp", []
+        with (Path(self.path) / name).open("wb") as file:
+            for item in plan.items:
+                start = file.tell()
+                _write(planner.resolve_data(item), file)
+                size = file.tell() - start
+                results.append(WriteResult(item.index, size, _StorageInfo(name, start, size)))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
     def storage_meta(self) -> StorageMeta:
         """Without the folder's name, which is about to change."""
         return StorageMeta()
+
+
+def _write(data: Tensor | io.BytesIO, file: IO[bytes]) -> None:
+    if isinstance(data, io.BytesIO):
+        file.write(data.getbuffer())
+    else:  # a view would be saved with all that lies behind it
+        torch.save(data if data.untyped_storage().size() == data.nbytes else data.clone(), file)
 
 
 class _Streamed(SaveShardedStrategy):
@@ -135,7 +161,7 @@ class _Streamed(SaveShardedStrategy):
             torch.save([objects[item.index.fqn]], buffer)
             return buffer
 
-        writer = _Writer(checkpoint_dir, per_thread_copy_ahead=0)
+        writer = _Writer(checkpoint_dir)
         try:
             dcp.save({}, storage_writer=writer, planner=_OnDemand(items, resolve))
         except CheckpointException as error:  # wraps what happened on each rank; there is one
