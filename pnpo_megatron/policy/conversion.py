@@ -24,7 +24,7 @@ from pnpo_megatron.manifest import digest, write_manifest
 from pnpo_megatron.parallel.groups import ParallelGroups
 from pnpo_megatron.policy.checkpoint import ARCHITECTURE_FILE, HF_FILES, checkpoint_content, load_checkpoint
 from pnpo_megatron.policy.checkpoint_save import files_of
-from pnpo_megatron.policy.model import PolicyModel, build_model, output_weight
+from pnpo_megatron.policy.model import PolicyModel, build_model
 from pnpo_megatron.policy.process_groups import (
     ParallelSettings,
     initialize_parallel,
@@ -139,8 +139,8 @@ def load_model(megatron: Path, dtype: torch.dtype, groups: ParallelGroups) -> li
     return chunks
 
 
-def sequence_logits(model: PolicyModel, ids: Tensor) -> Tensor:
-    """[n, V] float32 logits of one sequence [n], n even: for comparisons, not for training."""
+def sequence_hidden(model: PolicyModel, ids: Tensor) -> Tensor:
+    """[n, hidden] what the output layer sees of one sequence [n], n even: for comparisons."""
     lengths = torch.tensor([0, len(ids)], dtype=torch.int32, device=ids.device)
     packed = PackedSeqParams(
         qkv_format="thd",
@@ -153,8 +153,8 @@ def sequence_logits(model: PolicyModel, ids: Tensor) -> Tensor:
     )
     positions = torch.arange(len(ids), device=ids.device)
     with torch.no_grad():
-        hidden = model(ids[None], positions[None], attention_mask=None, packed_seq_params=packed)[0]
-        return hidden.float() @ output_weight(model)[: model.arch.vocab].float().T
+        hidden: Tensor = model(ids[None], positions[None], attention_mask=None, packed_seq_params=packed)[0]
+        return hidden
 
 
 def largest_differences(

@@ -107,7 +107,7 @@ def test_every_weight_is_within_its_format_s_step_and_the_card_says_how(tmp_path
             plain = source.tensor(name).bfloat16()
             if name in quantised:
                 value, half_step = decode(weights, name)
-                # modelopt divides by the scale in bfloat16: that rounding, up to 2^-8, adds to a half step of 2^-4.
+                # modelopt divides by the scale in bfloat16: that rounding, up to 2^-8, adds to 2^-4.
                 assert ((value - plain.float()).abs() <= 1.0626 * half_step).all(), name
                 assert weights[name.removesuffix("weight") + "input_scale"] > 0
             else:
