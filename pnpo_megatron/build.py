@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from pnpo_megatron.algorithm.objective import Objective
-from pnpo_megatron.algorithm.presets import make_objective
+from pnpo_megatron.algorithm.presets import OBJECTIVE_KEYS, make_objective
 from pnpo_megatron.config import Config
 from pnpo_megatron.convert.architecture import Architecture
 from pnpo_megatron.convert.hf_folder import HfFolder
 from pnpo_megatron.convert.stream import load_hf_weights
-from pnpo_megatron.data.prompts import PromptSource, load_prompts
+from pnpo_megatron.data.mixture import Mixture, make_source
+from pnpo_megatron.data.prompts import LoadedPrompts, PromptSource, load_prompts
 from pnpo_megatron.data.templates import load_tokenizer
 from pnpo_megatron.errors import ConfigError
 from pnpo_megatron.eval.benchmarks import Benchmark, load_benchmark
@@ -33,15 +34,12 @@ from pnpo_megatron.policy.process_groups import (
 )
 from pnpo_megatron.reward.pool import RewardPool
 from pnpo_megatron.reward.worker import load_function
-from pnpo_megatron.rollout.stop_tokens import read_stop_token_ids
+from pnpo_megatron.rollout.stop_tokens import read_stop_token_ids, stop_tokens
 from pnpo_megatron.rollout.vllm_sampler import VllmSampler
 from pnpo_megatron.types import Prompt, Sampling
 
 CPU_CACHE_BYTES, GPU_CACHE_BYTES = 256 * 2**20, 16 * 2**30
-OBJECTIVE_KEYS = {
-    "name", "weight", "gate", "mean", "gate_low", "gate_high", "clip_low", "clip_high", "dual_clip",
-    "gate_reference_length",
-}  # fmt: skip
+LOSS_KEYS = {"name", *OBJECTIVE_KEYS}
 """Settings of `objective` that make the loss; the others are of the loop."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -53,12 +51,16 @@ class Inputs:
     folder: HfFolder
     architecture: Architecture
     tokenizer: Any
-    prompts: list[Prompt]
-    prompt_summary: str
+    loaded: LoadedPrompts
     benchmarks: list[Benchmark]
     objective: Objective
     sampling: Sampling
     eval_sampling: Sampling
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """Distinct training prompts, in file order."""
+        return self.loaded.prompts
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Live:
     inputs: Inputs
     groups: ParallelGroups
     learner: MegatronLearner
-    prompts: PromptSource
+    prompts: PromptSource | Mixture
     sampler: VllmSampler | None
     rewards: RewardPool | None
 
@@ -89,14 +91,14 @@ def read_inputs(config: Config) -> Inputs:
         "system_prompt": data.system_prompt,
         "template_kwargs": data.template_kwargs,
     }
-    loaded = load_prompts(data.prompts, tokenizer, conflicts=data.conflicts, **form)
+    loaded = load_prompts(data.files, tokenizer, conflicts=data.conflicts, **form)
     if len(loaded.prompts) < rollout.prompts and not rollout.replay:
         raise ConfigError(
             f"rollout.prompts = {rollout.prompts}: data.prompts = {data.prompts} holds "
             f"{len(loaded.prompts)} usable prompts ({loaded.summary}); use {len(loaded.prompts)} or fewer"
         )
     benchmarks = [load_benchmark(path, tokenizer, **form) for path in config.eval.benchmarks]
-    stop = read_stop_token_ids(folder.path, tokenizer.eos_token_id)
+    stop = read_stop_token_ids(folder.path, tokenizer.eos_token_id) + stop_tokens(rollout.stop, tokenizer)
     eval_sampling = Sampling(config.eval.temperature, _eval_tokens(config), config.eval.top_p, 0, stop)
     if benchmarks:
         check_request(benchmarks, config.eval.samples, eval_sampling)
@@ -104,8 +106,7 @@ def read_inputs(config: Config) -> Inputs:
         folder=folder,
         architecture=folder.architecture,
         tokenizer=tokenizer,
-        prompts=loaded.prompts,
-        prompt_summary=str(loaded.summary),
+        loaded=loaded,
         benchmarks=benchmarks,
         objective=_objective(config),
         sampling=Sampling(rollout.temperature, rollout.max_response_tokens, 1.0, rollout.min_tokens, stop),
@@ -136,10 +137,20 @@ def _read_model(config: Config) -> HfFolder:
 
 
 @contextmanager
-def live_parts(config: Config, inputs: Inputs) -> Iterator[Live]:
+def rollout_parts(config: Config, inputs: Inputs) -> Iterator[tuple[VllmSampler, RewardPool]]:
+    """Engine and graders, for rank 0."""
+    with start_sampler(config, inputs) as sampler, start_rewards(config) as rewards:
+        yield sampler, rewards
+
+
+@contextmanager
+def live_parts(
+    config: Config, inputs: Inputs, running: tuple[VllmSampler, RewardPool] | None = None
+) -> Iterator[Live]:
     """Start engine and graders on rank 0, build the learner on every rank, and end them all on the way out.
 
-    The engine starts first: importing it takes seconds in which Megatron builds.
+    The engine starts first: importing it takes seconds in which Megatron builds. Engine and graders that are
+    `running` already outlive the call.
     """
     if config.run.deterministic and torch.cuda.is_available():
         make_deterministic()
@@ -148,14 +159,25 @@ def live_parts(config: Config, inputs: Inputs) -> Iterator[Live]:
     with ExitStack() as stack:
         sampler, rewards = None, None
         if rank == 0 and not config.rollout.replay:
-            sampler = stack.enter_context(start_sampler(config, inputs))
-            rewards = stack.enter_context(start_rewards(config))
+            sampler, rewards = running or stack.enter_context(rollout_parts(config, inputs))
         groups = initialize_parallel(
-            ParallelSettings(**config.parallel.model_dump()), seed=config.seed, timeout_s=config.run.timeout_s
+            ParallelSettings(**config.parallel.model_dump()),
+            seed=config.seed,
+            timeout_s=config.run.timeout_s,
+            control_timeout_s=_longest_work_of_rank_zero(config),
         )
         learner = build_learner(config, inputs, groups)
-        source = PromptSource(inputs.prompts, seed=config.seed, shuffle=config.data.shuffle)
+        source = make_source(
+            inputs.loaded, config.data.weights, seed=config.seed, shuffle=config.data.shuffle
+        )
         yield Live(inputs, groups, learner, source, sampler, rewards)
+
+
+def _longest_work_of_rank_zero(config: Config) -> float:
+    """Seconds; each part of that work has a shorter deadline of its own, and says which it is."""
+    rollout = config.rollout
+    starting = rollout.start_timeout_s + rollout.sync_timeout_s
+    return config.run.timeout_s + starting + 8 * rollout.generate_timeout_s
 
 
 def build_learner(config: Config, inputs: Inputs, groups: ParallelGroups) -> MegatronLearner:
@@ -202,13 +224,17 @@ def start_sampler(config: Config, inputs: Inputs) -> VllmSampler:
         start_timeout_s=rollout.start_timeout_s,
         generate_timeout_s=rollout.generate_timeout_s,
         sync_timeout_s=rollout.sync_timeout_s,
+        restarts=rollout.restarts,
     )
 
 
 def start_rewards(config: Config) -> RewardPool:
     """The grader processes."""
     return RewardPool(
-        config.reward.function, workers=config.reward.workers, timeout_s=config.reward.timeout_s
+        config.reward.function,
+        workers=config.reward.workers,
+        timeout_s=config.reward.timeout_s,
+        memory_bytes=config.reward.memory_bytes or None,
     )
 
 
@@ -220,7 +246,7 @@ def _check_reward(name: str) -> None:
 
 
 def _objective(config: Config) -> Objective:
-    return make_objective(**config.objective.model_dump(include=OBJECTIVE_KEYS))
+    return make_objective(**config.objective.model_dump(include=LOSS_KEYS))
 
 
 def _eval_tokens(config: Config) -> int:

@@ -206,9 +206,15 @@ class ObjectiveConfig(Section):
 
     name: Literal["pnpo", "gspo", "grpo", "cumulative", "minpro"] = "pnpo"
     weight: str | None = None
-    """``token | prefix | cumulative | minpro | sequence`` or ``module:function``."""
+    """``token | prefix | cumulative | minpro | sequence | tempered`` or ``module:function``."""
+    alpha: float | None = Field(None, ge=0.0, le=1.0)
+    """Of the weight ``tempered``: log C_t / t^alpha; 0 is cumulative, 1 is prefix."""
     gate: Literal["sqrt", "flat", "clip", "none"] | None = None
     mean: Literal["response", "token"] | None = None
+    score: Literal["token", "prefix"] | None = None
+    """Each coefficient on its own token's score (Eq. 11), or on those of its whole prefix (Eq. 6)."""
+    renormalise: bool = False
+    """Means over accepted tokens: rejected ones leave the denominators too. The paper keeps them in."""
     gate_low: PositiveFloat | None = None
     gate_high: PositiveFloat | None = None
     clip_low: PositiveFloat | None = None
@@ -221,6 +227,8 @@ class ObjectiveConfig(Section):
     mini_batch: PositiveInt = 64
     """Prompt groups per optimizer update."""
     old_logprobs: Literal["learner", "rollout"] = "learner"
+    stop_rejected: float | None = Field(None, gt=0.0, lt=1.0)
+    """Leave the batch after the update whose rejected fraction passes this."""
 
 
 class OptimizerConfig(Section):
@@ -322,7 +330,7 @@ class Config(BaseSettings):
         if rollout.max_lag and source == "learner":
             raise ValueError(
                 f'rollout.max_lag = {rollout.max_lag} needs objective.old_logprobs = "rollout": the learner '
-                "has moved on since the batch was sampled, and ratios that begin at 1 against it would hide that"
+                "has moved on since the batch was sampled, and ratios that begin at 1 would hide that"
             )
         if rollout.correction != "none" and source == "rollout":
             raise ValueError(

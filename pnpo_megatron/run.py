@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
+import os
 import signal
 from collections import deque
 from collections.abc import Mapping
@@ -18,7 +20,7 @@ from pnpo_megatron import build
 from pnpo_megatron.algorithm.presets import objective_settings
 from pnpo_megatron.analysis.gate_model import gate_width_in_sigmas
 from pnpo_megatron.analysis.token_dump import token_arrays, write_tokens
-from pnpo_megatron.build import OBJECTIVE_KEYS
+from pnpo_megatron.build import LOSS_KEYS
 from pnpo_megatron.checkpoints import Checkpoints, Start
 from pnpo_megatron.config import Config
 from pnpo_megatron.convert.hf_writer import write_hf_folder
@@ -29,6 +31,7 @@ from pnpo_megatron.eval.progress import Progress, problems_digest
 from pnpo_megatron.loop import Metrics, Parts, Plan, Position, scored_by, train
 from pnpo_megatron.monitor import Monitor
 from pnpo_megatron.parallel.rank_zero import any_rank, from_rank_zero
+from pnpo_megatron.parallel.watch import Watch
 from pnpo_megatron.policy.learner import SKIP_REASONS
 from pnpo_megatron.resume import HARMLESS, RunState, is_complete
 from pnpo_megatron.rollout.collect import CollectSettings, Overlong, collect, probe
@@ -61,22 +64,40 @@ def run_training(
     start = Start(chosen, allow_change)
     start.check(config)
     inputs = build.read_inputs(config)
-    with build.live_parts(config, inputs) as live:
-        run = Run(config, live, start, dump_tokens)
+    with (
+        build.live_parts(config, inputs) as live,
+        Watch(
+            config.run.silence_s, live.groups.control, lambda: write_exit_code(config.run.folder, 1)
+        ) as watch,
+    ):
+        gc.freeze()  # what is imported and built stays: Megatron collects garbage at every save
+        run = Run(config, live, watch, start, dump_tokens)
         try:
             return run.train()
         finally:
             run.close()
 
 
+def write_exit_code(run_folder: Path, code: int) -> None:
+    """For the batch script: torchrun turns every exit code into 1. Rank 0 writes."""
+    if int(os.environ.get("RANK", "0")) == 0 and run_folder.is_dir():
+        (run_folder / "exit_code").write_text(f"{code}\n")
+
+
 class Run:
     """The loop's parts on this rank. Every method is collective unless it says otherwise."""
 
     def __init__(
-        self, config: Config, live: build.Live, start: Start | None = None, dump_tokens: int | None = None
+        self,
+        config: Config,
+        live: build.Live,
+        watch: Watch | None = None,
+        start: Start | None = None,
+        dump_tokens: int | None = None,
     ) -> None:
         """Restore the newest checkpoint of the run folder, or the chosen one, if there is one."""
-        self.config, self.live = config, live
+        self.config, self.live, self.watch = config, live, watch or Watch(0.0, None)
+        self.watch.place = "restoring a checkpoint"
         self.control = live.groups.control
         self.is_writer = live.groups.world_rank == 0
         self.store = RolloutStore(config.run.folder, keep=config.rollout.keep)
@@ -89,6 +110,7 @@ class Run:
             groups_per_update=config.objective.mini_batch,
             learner_scores_old=config.objective.old_logprobs == "learner",
             max_skipped=config.optimizer.max_skipped,
+            stop_rejected=config.objective.stop_rejected,
         )
         updates = (
             config.steps * config.objective.epochs * (config.rollout.prompts // config.objective.mini_batch)
@@ -127,11 +149,12 @@ class Run:
     def collect(self, step: int) -> tuple[RolloutBatch, Metrics]:
         """Sample and grade on rank 0, or replay; every rank gets the batch."""
         self.live.learner.token_dump = self._hold_tokens if step == self._dump_step else None
-        doing = f"sampling and grading step {step}"
+        doing = self.watch.place = f"sampling and grading step {step}"
         return from_rank_zero(lambda: self._collect(step), self.control, doing)
 
     def compare(self, batch: RolloutBatch) -> Metrics:
         """Learner against engine on the whole batch, and the batch to disk. Not collective."""
+        self.watch.place = f"update {self.position.update + 1} of step {batch.step}"
         metrics = mismatch_metrics(batch)
         check_mismatch(metrics, self.config.rollout.max_mismatch, f"step {batch.step}")
         if self.is_writer:
@@ -142,6 +165,7 @@ class Run:
         """Send the learner's weights to the engine, then let both score a few fresh tokens."""
         if self.replay is not None:
             return {}
+        self.watch.place = f"sending weights of step {step}"
         if self.is_writer:
             self._sampler.wait_ready()  # the engine's start is not part of a sync
         start = perf_counter()
@@ -179,6 +203,7 @@ class Run:
     def finish_update(self, at: Position) -> bool:
         """Save what is due inside a batch; True to stop, with a checkpoint written."""
         self.position = at
+        self.watch.place = f"after update {at.update} of step {at.step + 1}"
         self.checkpoints.poll()
         stop = any_rank(self._stop, self.control)
         loop, prompts = self.config.objective, self.config.rollout.prompts
@@ -193,6 +218,7 @@ class Run:
         """Evaluate, export and save what is due; True to stop, with a checkpoint written."""
         config, last = self.config, step == self.config.steps
         at = self.position = replace(self.position, step=step, batch=None)
+        self.watch.place = f"evaluating, exporting and saving step {step}"
         score = None
         if step:
             self.monitor.log_step(step)
@@ -337,7 +363,7 @@ class Run:
     def _gate_width(self) -> str:
         """What the tolerances mean at this length."""
         objective = self.config.objective
-        values = objective_settings(**objective.model_dump(include=OBJECTIVE_KEYS))
+        values = objective_settings(**objective.model_dump(include=LOSS_KEYS))
         if "gate_low" not in values:
             return f"objective: {values}"
         return gate_width_in_sigmas(

@@ -64,6 +64,9 @@ class Rollout:
     version: int
     """Step of the weights that sampled it."""
     text: str = ""
+    trained: Tensor | None = None
+    """[L] bool, False on tokens that the policy did not write (a tool's answer in a conversation of several
+    turns): they are read, but neither trained nor counted in t and L. None: all are the policy's."""
 
     @property
     def truncated(self) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,10 +47,12 @@ class LoadedPrompts:
     prompts: list[Prompt]
     summary: LoadSummary
     template_fingerprint: str
+    files: tuple[int, ...] = ()
+    """Index of the file that each prompt came from."""
 
 
 def load_prompts(
-    path: str | Path,
+    path: str | Path | Sequence[str | Path],
     tokenizer: Any,
     *,
     template: str = "chat",
@@ -62,7 +64,8 @@ def load_prompts(
     """Read, merge, render and tokenise a prompt file.
 
     Args:
-        path: JSON Lines ``{"id", "problem", "answer"}`` or DAPO-Math-17k's parquet columns.
+        path: JSON Lines ``{"id", "problem", "answer"}`` or DAPO-Math-17k's parquet columns; several files are
+            merged, and a prompt that stands in two counts for the first.
         tokenizer: a transformers tokenizer.
         template: ``chat``, ``raw`` or a Jinja file.
         conflicts: one prompt with two golds: ``error`` stops, ``drop`` leaves all its rows out.
@@ -73,20 +76,25 @@ def load_prompts(
         ConfigError: the template cannot be used.
     """
     form = Template(tokenizer, template, system_prompt, dict(template_kwargs or {}))
-    distinct, counts = merge_rows(read_rows(Path(path)), conflicts=conflicts)
+    paths = [path] if isinstance(path, str | Path) else list(path)
+    distinct, counts = merge_rows(_rows_of(paths), conflicts=conflicts)
     _check_ids(distinct)
-    prompts = [make_prompt(row, form) for row in distinct]
+    pairs = [(make_prompt(row, form), row.file) for row in distinct]
     kept = [
-        prompt
-        for prompt in prompts
-        if max_prompt_tokens is None or len(prompt.token_ids) <= max_prompt_tokens
+        pair for pair in pairs if max_prompt_tokens is None or len(pair[0].token_ids) <= max_prompt_tokens
     ]
-    summary = LoadSummary(**counts, overlong=len(prompts) - len(kept), kept=len(kept))
-    if not kept:
-        raise DataError(
-            f"{path}: no prompt is left ({summary}); raise rollout.max_prompt_tokens or check the file"
-        )
-    return LoadedPrompts(kept, summary, form.fingerprint)
+    summary = LoadSummary(**counts, overlong=len(pairs) - len(kept), kept=len(kept))
+    for index, name in enumerate(paths):
+        if not any(file == index for _, file in kept):
+            raise DataError(
+                f"{name}: no prompt is left ({summary}); raise rollout.max_prompt_tokens or check the file"
+            )
+    return LoadedPrompts([p for p, _ in kept], summary, form.fingerprint, tuple(file for _, file in kept))
+
+
+def _rows_of(paths: Sequence[str | Path]) -> Iterator[Row]:
+    for index, path in enumerate(paths):
+        yield from (replace(row, file=index) if index else row for row in read_rows(Path(path)))
 
 
 def merge_rows(
@@ -177,16 +185,21 @@ class PromptSource:
         return len(self._prompts)
 
     def take(self, n: int, exclude: Collection[str] = ()) -> list[Prompt]:
-        """The next n prompts, all different and none with an id in `exclude` (a batch to refill).
+        """The next n prompts, all different.
+
+        Args:
+            exclude: ids that a batch to refill holds already: none of them comes, and fewer than n prompts
+                if there are no more.
 
         Raises:
-            ConfigError: there are not that many different prompts.
+            ConfigError: there are not that many different prompts, without `exclude`.
         """
         excluded = set(exclude)
         usable = (
             sum(prompt.id not in excluded for prompt in self._prompts) if excluded else len(self._prompts)
         )
-        if not 0 < n <= usable:
+        n = min(n, usable) if excluded else n
+        if not excluded and not 0 < n <= usable:
             raise ConfigError(
                 f"a batch of {n} different prompts was asked for and {usable} are there; "
                 f"use rollout.prompts = {max(usable, 1)} or fewer, or a longer prompt file"

@@ -28,6 +28,8 @@ class Row:
     where: str
     """File and line (or row) number, for messages to people."""
     meta: Mapping[str, str] = field(default_factory=dict)
+    file: int = 0
+    """Index among several files."""
 
 
 def read_rows(path: Path) -> Iterator[Row]:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from pnpo_megatron.errors import ConfigError
 
 
 def read_stop_token_ids(model_folder: Path, tokenizer_eos: int | None = None) -> tuple[int, ...]:
@@ -16,3 +20,18 @@ def read_stop_token_ids(model_folder: Path, tokenizer_eos: int | None = None) ->
             eos = json.loads(file.read_text()).get("eos_token_id")
             ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
     return tuple(sorted(ids))
+
+
+def stop_tokens(names: Sequence[str], tokenizer: Any) -> tuple[int, ...]:
+    """Ids of tokens given by name, e.g. ``<|im_end|>``.
+
+    Raises:
+        ConfigError: a name that is not one token of this tokenizer.
+    """
+    found = []
+    for name in names:
+        ids = tokenizer.encode(name, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ConfigError(f"rollout.stop: {name!r} is {len(ids)} tokens of this model; name single ones")
+        found += ids
+    return tuple(found)

@@ -63,6 +63,17 @@ def test_the_resolved_file_loads_to_the_same_settings(path, tmp_path):
         (["--parallel.virtual_pipeline=2"], ["parallel.virtual_pipeline = 2", "parallel.pipeline"]),
         (["--objective.name=ppo"], ["objective.name", "'ppo'", "pnpo works"]),
         (["prompts"], ["prompts", "--section.key=value"]),
+        (["--rollout.max_lag=1"], ["rollout.max_lag = 1", 'objective.old_logprobs = "rollout"']),
+        (["--rollout.max_lag=2", "--objective.old_logprobs=rollout"], ["rollout.max_lag", "2"]),
+        (
+            ["--rollout.correction=token", "--objective.old_logprobs=rollout"],
+            ['rollout.correction = "token"', 'correction = "none"'],
+        ),
+        (
+            ["--rollout.overlong=penalty", "--rollout.overlong_buffer=99999"],
+            ["rollout.overlong_buffer = 99999", "15360", "3840"],
+        ),
+        (["--data.weights=[1.0,2.0]"], ["1 files", "2 weights"]),
     ],
 )
 def test_a_wrong_value_is_named_in_one_line_with_what_works(path, flags, words):

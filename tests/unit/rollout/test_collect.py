@@ -7,8 +7,12 @@ import math
 import pytest
 import torch
 
+from pnpo_megatron.data.batching import mini_batches
+from pnpo_megatron.data.packing import flatten, pack
+from pnpo_megatron.data.partition import Layout
+from pnpo_megatron.data.prompts import PromptSource
 from pnpo_megatron.errors import DataError, RewardFaultError, RolloutError
-from pnpo_megatron.rollout.collect import CollectSettings, collect
+from pnpo_megatron.rollout.collect import CollectSettings, Overlong, collect
 from pnpo_megatron.rollout.store import RolloutStore
 from pnpo_megatron.types import Prompt, RewardResult, Rollout, RolloutGroup, Sampling
 
@@ -53,10 +57,7 @@ def first_is_right(item):
 
 def run(sampler=None, values=first_is_right, **changes):
     settings = CollectSettings(prompts=3, group_size=4, sampling=Sampling(1.0, 8), seed=5, **changes)
-    order = iter(PROMPTS)
-
-    def take(n, exclude):
-        return [next(order) for _ in range(n)]
+    take = PromptSource(PROMPTS, seed=0, shuffle=False).take
 
     return collect(4, settings, take, sampler or FakeSampler(), grade_from(values))
 
@@ -118,6 +119,93 @@ def test_a_prompt_that_fails_is_replaced_by_the_next_one_and_the_others_are_kept
 def test_prompts_that_keep_failing_end_the_run_and_are_named():
     with pytest.raises(RolloutError, match=r"1 prompts gave no responses, first 'p\d'"):
         run(FakeSampler(drop={f"p{i}" for i in range(1, 40)} - {"p2"}))
+
+
+def only(*solved):
+    """Prompts with one right answer of four; the others' groups are all wrong."""
+    return lambda item: float(item.text in {f"p{i}/0" for i in solved})
+
+
+def test_groups_of_equal_rewards_are_replaced_by_the_next_prompts_and_counted():
+    batch, metrics = run(values=only(0, 4, 5), dynamic=True)
+    # p1 and p2 teach nothing; p3 comes in place of p1 and teaches nothing either, so p5 comes.
+    assert [record.prompt_id for record in batch.records[::4]] == ["p0", "p5", "p4"]
+    assert all(any(s.advantage for s in batch.sequences[i : i + 4]) for i in (0, 4, 8))
+    assert metrics["rollout/dropped_groups"] == 3 and metrics["rollout/refills"] == 2
+    assert metrics["reward/mean"] == 0.25 and metrics["reward/sampled_mean"] == 3 / 24
+
+
+def test_refills_are_bounded_and_dropped_groups_then_fill_the_batch_with_advantage_zero():
+    batch, metrics = run(values=only(0), dynamic=True, max_refills=2)
+    assert [record.prompt_id for record in batch.records[::4]] == ["p0", "p1", "p2"]
+    assert {s.advantage for s in batch.sequences[4:]} == {0.0}
+    assert all(s.length > 0 for s in batch.sequences), "they count in B'"
+    assert metrics["rollout/refills"] == 2 and metrics["rollout/dropped_groups"] == 4
+
+
+def test_a_list_that_has_no_more_prompts_ends_the_refills():
+    batch, metrics = run(values=only(0), dynamic=True, max_refills=99)
+    assert metrics["rollout/refills"] == 5  # 12 prompts: 3, then 2 at a time, and 1
+    assert len(batch.records) == 12
+
+
+def test_a_failed_prompt_loses_none_of_the_others_under_dynamic_sampling():
+    batch, _ = run(FakeSampler(drop={"p0", "p3"}), values=only(1, 4, 6), dynamic=True)
+    assert [record.prompt_id for record in batch.records[::4]] == ["p6", "p1", "p4"]
+
+
+@pytest.mark.parametrize(("length", "expected"), [(6, 0.0), (7, -0.25), (8, -0.5), (10, -1.0), (11, -1.0)])
+def test_the_soft_penalty_is_dapos_by_hand(length, expected):
+    assert Overlong("penalty", 4).penalty(length, 10) == expected
+    assert Overlong("penalty", 4, factor=2.0).penalty(length, 10) == 2 * expected
+    assert Overlong("keep", 4).penalty(length, 10) == 0.0
+
+
+def test_a_penalty_changes_advantages_but_not_the_score():
+    # Lengths 2, 3, 4, 5 at a limit of 8; a buffer of 5 takes 0, 0, 1/5 and 2/5.
+    batch, metrics = run(overlong=Overlong("penalty", 5))
+    rewards = [1.0, 0.0, -0.2, -0.4]
+    assert [record.reward for record in batch.records[:4]] == pytest.approx(rewards)
+    mean = sum(rewards) / 4
+    std = (sum((r - mean) ** 2 for r in rewards) / 4) ** 0.5
+    assert [s.advantage for s in batch.sequences[:4]] == pytest.approx([(r - mean) / std for r in rewards])
+    assert metrics["reward/mean"] == 0.25 and metrics["reward/length_penalty"] == pytest.approx(-0.15)
+
+
+def test_groups_that_differ_in_length_alone_still_teach_nothing():
+    _, metrics = run(values=only(0, 1), dynamic=True, overlong=Overlong("penalty", 5))
+    assert metrics["rollout/dropped_groups"] > 0, "DAPO filters on the verdict, not on the shaped reward"
+
+
+def test_a_masked_truncated_response_is_not_trained_but_its_reward_counts_in_the_group():
+    plain, masked = run()[0], run(overlong=Overlong("mask"))[0]
+    assert [s.length for s in masked.sequences[:4]] == [2, 3, 4, 0]
+    assert [s.advantage for s in masked.sequences] == [s.advantage for s in plain.sequences]
+    (update,) = mini_batches(masked, 3, mean="response", seed=(1,))
+    shares = dict(zip(update.indices, update.loss_share, strict=True))
+    assert shares[3] == 0.0 and shares[0] == pytest.approx(1 / (2 * 9)), "B' is 9 of the 12 responses"
+
+
+class ToolSampler(FakeSampler):
+    """Every response is written, answered by a tool (two tokens in the middle), and written on."""
+
+    def _rollout(self, prompt, sample):
+        mask = torch.tensor([True, False, False, True, True])
+        logprobs = torch.tensor([-1.0, 9.0, float("nan"), -2.0, -3.0])
+        return Rollout(torch.arange(5), logprobs, "stop", sample, seed=sample, version=0, trained=mask)
+
+
+def test_tool_tokens_are_read_but_neither_trained_nor_counted_in_t():
+    batch, metrics = run(ToolSampler(), values=lambda item: 1.0)
+    sequence = batch.sequences[0]
+    assert sequence.ids.tolist() == [1, 2, 3, 0, 1, 2, 3, 4] and sequence.length == 3
+    assert sequence.rollout_logprobs.tolist() == [0.0, 0.0, 0.0, -1.0, 0.0, 0.0, -2.0, -3.0]
+    assert metrics["response/length_mean"] == 5.0
+    (update,) = mini_batches(batch, 3, mean="response", seed=(1,))
+    packed = pack(flatten(update), [0], Layout(10**6), lambda n: torch.arange(int(2 * n.sum())))
+    assert packed.position[packed.response_mask].tolist() == [1, 2, 3]
+    assert packed.length[packed.response_mask].tolist() == [3, 3, 3]
+    assert packed.tokens[:8].tolist() == update.sequences[0].ids.tolist()
 
 
 def test_permuted_rewards_keep_their_group_and_their_sum():
