@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -56,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from pnpo_megatron.config import load_config
     from pnpo_megatron.policy.process_groups import leave_distributed
-    from pnpo_megatron.run import run_training
+    from pnpo_megatron.run import run_training, write_exit_code
 
     config = load_config(arguments.config, overrides)
     try:
@@ -68,20 +67,14 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         )
         code = DONE if complete else STOPPED_EARLY
     except UserError:
-        _write_exit_code(config.run.folder, WRONG_INPUT)
+        write_exit_code(config.run.folder, WRONG_INPUT)
         raise
     except BaseException:
-        _write_exit_code(config.run.folder, FAILED)
+        write_exit_code(config.run.folder, FAILED)
         raise
-    _write_exit_code(config.run.folder, code)
+    write_exit_code(config.run.folder, code)
     leave_distributed()  # only now: a launcher kills the other ranks as soon as one has left with 75
     return code
-
-
-def _write_exit_code(run_folder: Path, code: int) -> None:
-    """For the batch script: torchrun turns every exit code into 1."""
-    if int(os.environ.get("RANK", "0")) == 0 and run_folder.is_dir():
-        (run_folder / "exit_code").write_text(f"{code}\n")
 
 
 def _eval(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -101,6 +94,12 @@ def _instrument(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     module.add_arguments(parser)
     getattr(module, f"{name}_command")(parser.parse_args(words))
     return DONE
+
+
+def _doctor(arguments: argparse.Namespace, words: Sequence[str]) -> int:
+    from pnpo_megatron.planning.doctor import doctor_command
+
+    return doctor_command(words)
 
 
 def _compare(arguments: argparse.Namespace, words: Sequence[str]) -> int:
@@ -155,6 +154,8 @@ def _parser() -> argparse.ArgumentParser:
     score.set_defaults(run=_eval)
     compare = commands.add_parser("compare", help="settings x seeds at one budget of updates", add_help=False)
     compare.set_defaults(run=_compare)
+    doctor = commands.add_parser("doctor", help="versions; whether a job fits a cluster", add_help=False)
+    doctor.set_defaults(run=_doctor)
     for name, words in INSTRUMENTS.items():
         commands.add_parser(name, help=words, add_help=False).set_defaults(run=_instrument)
     return parser

@@ -14,9 +14,11 @@ from pathlib import Path
 from time import perf_counter
 from types import FrameType
 
+import torch
 from torch import Tensor
 
 from pnpo_megatron import build
+from pnpo_megatron.algorithm.correction import Correction
 from pnpo_megatron.algorithm.presets import objective_settings
 from pnpo_megatron.analysis.gate_model import gate_width_in_sigmas
 from pnpo_megatron.analysis.token_dump import token_arrays, write_tokens
@@ -35,7 +37,8 @@ from pnpo_megatron.parallel.watch import Watch
 from pnpo_megatron.policy.learner import SKIP_REASONS
 from pnpo_megatron.resume import HARMLESS, RunState, is_complete
 from pnpo_megatron.rollout.collect import CollectSettings, Overlong, collect, probe
-from pnpo_megatron.rollout.mismatch import check_mismatch, mismatch_metrics
+from pnpo_megatron.rollout.mismatch import check_mismatch, correction_metrics, mismatch_metrics
+from pnpo_megatron.rollout.probe import advice_for, self_check
 from pnpo_megatron.rollout.store import RolloutStore
 from pnpo_megatron.rollout.vllm_sampler import VllmSampler
 from pnpo_megatron.types import MiniBatch, RolloutBatch
@@ -109,6 +112,7 @@ class Run:
             epochs=config.objective.epochs,
             groups_per_update=config.objective.mini_batch,
             learner_scores_old=config.objective.old_logprobs == "learner",
+            correction=_correction(config),
             max_skipped=config.optimizer.max_skipped,
             stop_rejected=config.objective.stop_rejected,
         )
@@ -126,6 +130,7 @@ class Run:
         self._dump_step = dump_tokens
         self._dumped: dict[str, Tensor] = {}
         self._stop = False
+        self._checked = False
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGUSR1, self._on_signal)
         self._note: dict[str, str] = {}
@@ -157,6 +162,8 @@ class Run:
         self.watch.place = f"update {self.position.update + 1} of step {batch.step}"
         metrics = mismatch_metrics(batch)
         check_mismatch(metrics, self.config.rollout.max_mismatch, f"step {batch.step}")
+        if self.plan.correction:
+            metrics |= correction_metrics(batch, self.plan.correction)
         if self.is_writer:
             self.store.write(batch, self._note)
         return metrics
@@ -185,9 +192,31 @@ class Run:
         seconds = perf_counter() - start
         probed = from_rank_zero(lambda: self._probe(step), self.control, "sampling to check the sync")
         together = mini_batches(probed, len(set(probed.groups)), mean="response", seed=(0,))
-        gap = mismatch_metrics(scored_by(self.live.learner, probed, together))
+        probed = scored_by(self.live.learner, probed, together)
+        gap = mismatch_metrics(probed)
         check_mismatch(gap, self.config.rollout.max_mismatch, f"after the sync of step {step}")
-        return {"time/sync_s": seconds, "mismatch/sync_mean_abs": gap["mismatch/mean_abs"]}
+        if not self._checked:
+            self.monitor.say(self._self_check(probed, gap["mismatch/mean_abs"]))
+            self._checked = True
+        named = {key.replace("mismatch/", "mismatch/sync_"): value for key, value in gap.items()}
+        # Where the engine's own log-probs are the old ones, the batch itself shows no difference.
+        return {"time/sync_s": seconds, **named, **({} if self.plan.learner_scores_old else gap)}
+
+    def _self_check(self, probed: RolloutBatch, mean_abs: float) -> str:
+        config, rope = self.config, self.live.inputs.architecture.rope
+        eager = config.rollout.enforce_eager
+        advice = advice_for(
+            mean_abs,
+            dtype=config.model.dtype,
+            graphs=torch.cuda.is_available() and not eager,
+            scaled_rope=rope.kind != "default",
+            old_logprobs=config.objective.old_logprobs,
+        )
+        values = objective_settings(**config.objective.model_dump(include=LOSS_KEYS))
+        sides = [values.get(key) for key in ("gate_low", "gate_high", "clip_low", "clip_high")]
+        length = config.rollout.max_response_tokens
+        scale = ((values.get("gate_reference_length") or length) / length) ** 0.5
+        return self_check(probed, min(filter(None, sides), default=1.0) * scale, advice)
 
     def log(self, step: int, epoch: int, update: int, metrics: Mapping[str, float]) -> None:
         """One row. Not collective."""
@@ -383,6 +412,13 @@ class Run:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._stop = True
+
+
+def _correction(config: Config) -> Correction | None:
+    rollout = config.rollout
+    if rollout.correction == "none":
+        return None
+    return Correction(rollout.correction, rollout.correction_cap, rollout.correction_mask)
 
 
 def due(step: int, every: int) -> bool:

@@ -32,7 +32,11 @@ def start_distributed(timeout_s: float = 1800.0) -> None:
 
 
 def initialize_parallel(
-    settings: ParallelSettings, *, seed: int, timeout_s: float = 1800.0
+    settings: ParallelSettings,
+    *,
+    seed: int,
+    timeout_s: float = 1800.0,
+    control_timeout_s: float | None = None,
 ) -> ParallelGroups:
     """Set up Megatron's groups and random state on the running torch.distributed.
 
@@ -40,6 +44,7 @@ def initialize_parallel(
         settings: sizes; data parallelism takes the remaining ranks.
         seed: of Megatron's random-number tracker.
         timeout_s: longest wait of a collective.
+        control_timeout_s: longest wait for rank 0 while it samples, evaluates or writes; None: the same.
 
     Raises:
         ConfigError: the sizes do not fit the ranks.
@@ -57,7 +62,7 @@ def initialize_parallel(
         distributed_timeout_minutes=max(1, int(timeout_s / 60)),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=control_timeout_s or timeout_s))
     return ParallelGroups(
         tp=_unless_alone(parallel_state.get_tensor_model_parallel_group()),
         pp=_unless_alone(parallel_state.get_pipeline_model_parallel_group()),

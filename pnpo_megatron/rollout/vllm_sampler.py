@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,8 @@ from pnpo_megatron.rollout.messages import (
     PromptRequest,
     Ready,
     Reply,
+    SamplingValues,
+    TensorEntry,
     WeightsLoaded,
     WorkerError,
 )
@@ -39,11 +41,12 @@ from pnpo_megatron.rollout.requests import (
     unpack_group,
 )
 from pnpo_megatron.rollout.weight_transfer import WeightSender, expected_tensors
-from pnpo_megatron.rollout.worker_process import WorkerProcess, worker_environment
+from pnpo_megatron.rollout.worker_process import WorkerDied, WorkerProcess, worker_environment
 from pnpo_megatron.types import Prompt, RolloutGroup, Sampling
 
 LOG = logging.getLogger(__name__)
 CLOSE_S = 10.0
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class VllmSampler:
         start_timeout_s: float = 600.0,
         generate_timeout_s: float = 3600.0,
         sync_timeout_s: float = 600.0,
+        restarts: int = 2,
     ) -> None:
         """Start the worker; `wait_ready` (or the first use) waits for it.
 
@@ -105,6 +109,7 @@ class VllmSampler:
             threads: OpenMP threads of a CPU engine; more than 1 collide with the learner's.
             initial_version: version of the folder's own weights; None refuses generation until a sync.
             start_timeout_s, generate_timeout_s, sync_timeout_s: seconds allowed for each.
+            restarts: times that a worker which dies is started again within one call.
 
         Raises:
             ConfigError: the folder cannot be sampled from with these settings.
@@ -123,7 +128,9 @@ class VllmSampler:
             generate_timeout_s,
             sync_timeout_s,
         )
-        self._started, self._calls = time.monotonic(), 0
+        self._restarts, self._calls = restarts, 0
+        self._weights: tuple[int, tuple[TensorEntry, ...], int] | None = None  # in the sender's buffer
+        self._holds_weights = False  # the worker, of that version
         self._open_call: int | None = None  # generating, and not yet read to its end
         self.stats = RolloutStats(0, 0.0)
         self.failures: tuple[PromptFailure, ...] = ()
@@ -132,7 +139,7 @@ class VllmSampler:
         self.weights_digest = ""
         """Names the weights of the last sync by their checksums."""
         self._sender = WeightSender(expected_tensors(folder))
-        settings = EngineSettings(
+        self._settings = EngineSettings(
             model_folder=str(folder),
             dtype=dtype,
             max_model_len=max_model_len,
@@ -146,9 +153,8 @@ class VllmSampler:
             enforce_eager=enforce_eager,
             float32_head=device == "cuda",  # the CPU build packs the head and cannot cast it
         )
-        self._worker = WorkerProcess(
-            settings, self._sender.fd, worker_environment(device, threads), log_path, sync_timeout_s
-        )
+        self._environment, self._log_path = worker_environment(device, threads), log_path
+        self._start()
 
     @property
     def worker_pid(self) -> int:
@@ -175,12 +181,8 @@ class VllmSampler:
         entries, nbytes = self._sender.write(tensors)
         self._drop_open_call()
         self.version = None  # until the engine says otherwise (TRAPS H33)
-        call = self._next_call()
-        self._worker.send(LoadWeights(call, version, entries, nbytes))
-        waiting_for = f"weights of version {version} to load ({self.sync_timeout_s:g} s, sync_timeout_s)"
-        reply = self._reply_to(call, time.monotonic() + self.sync_timeout_s, waiting_for)
-        if not isinstance(reply, WeightsLoaded) or (reply.version, reply.tensors) != (version, len(entries)):
-            raise RolloutError(f"weight sync: the worker answered {reply}, expected version {version}")
+        self._weights = version, entries, nbytes
+        self._insist(self._send_weights)
         self.version, self._synced = version, True
         names = repr([(entry.name, entry.checksum) for entry in entries])
         self.weights_digest = hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
@@ -211,9 +213,9 @@ class VllmSampler:
             make_request(index, prompt, group_size, seed) for index, (prompt, reason) in judged if not reason
         )
         self._drop_open_call()
-        call = self._open_call = self._next_call()
-        self._worker.send(Generate(call, requests, sampling_values(sampling)))
-        return self._groups(call, time.monotonic() + self.generate_timeout_s, prompts, requests)
+        values = sampling_values(sampling)
+        call = self._insist(lambda: self._ask(requests, values))
+        return self._groups(call, prompts, requests, values)
 
     def close(self) -> None:
         """End the engine and everything it started."""
@@ -228,17 +230,80 @@ class VllmSampler:
     ) -> None:
         self.close()
 
+    def _start(self) -> None:
+        self._ready, self._holds_weights, self._started = False, False, time.monotonic()
+        self._worker = WorkerProcess(
+            self._settings, self._sender.fd, self._environment, self._log_path, self.sync_timeout_s
+        )
+
+    def _start_again(self, error: WorkerDied) -> None:
+        """Another worker in the place of a dead one; it gets the weights before it is asked for anything."""
+        LOG.warning("%s; starting it again", str(error).splitlines()[0])
+        self._worker.close(0.0)
+        self._start()
+        self.wait_ready()
+
+    def _insist(self, work: Callable[[], T]) -> T:
+        """Work with the worker that is there, or the one that takes a dead one's place."""
+        for left in reversed(range(self._restarts + 1)):
+            try:
+                return work()
+            except WorkerDied as error:
+                if not left:
+                    raise
+                self._start_again(error)
+        raise AssertionError("the last turn returns or raises")
+
+    def _send_weights(self) -> None:
+        assert self._weights is not None
+        version, entries, nbytes = self._weights
+        call = self._next_call()
+        self._worker.send(LoadWeights(call, version, entries, nbytes))
+        waiting_for = f"weights of version {version} to load ({self.sync_timeout_s:g} s, sync_timeout_s)"
+        reply = self._reply_to(call, time.monotonic() + self.sync_timeout_s, waiting_for)
+        if not isinstance(reply, WeightsLoaded) or (reply.version, reply.tensors) != (version, len(entries)):
+            raise RolloutError(f"weight sync: the worker answered {reply}, expected version {version}")
+        self._holds_weights = True
+
+    def _ask(self, requests: tuple[PromptRequest, ...], values: SamplingValues) -> int:
+        """Start generating; the number of the call."""
+        if self._weights and not self._holds_weights:
+            self._send_weights()
+        call = self._open_call = self._next_call()
+        self._worker.send(Generate(call, requests, values))
+        return call
+
     def _groups(
-        self, call: int, deadline: float, prompts: Sequence[Prompt], requests: Sequence[PromptRequest]
+        self,
+        call: int,
+        prompts: Sequence[Prompt],
+        requests: tuple[PromptRequest, ...],
+        values: SamplingValues,
     ) -> Iterator[RolloutGroup]:
-        seeds = {request.index: request.seeds for request in requests}
-        done = 0
+        waiting = {request.index: request for request in requests}
+        deadline, restarts, done = time.monotonic() + self.generate_timeout_s, self._restarts, 0
         try:
-            while not isinstance(reply := self._generated(call, deadline, done, len(requests)), CallDone):
+            while True:
+                try:
+                    reply = self._generated(call, deadline, done, len(requests))
+                except WorkerDied as error:
+                    if not restarts:
+                        raise
+                    restarts -= 1
+                    self._start_again(
+                        error
+                    )  # what is left is sampled with the same seeds, so to the same tokens
+                    call = self._ask(tuple(waiting.values()), values)
+                    deadline = time.monotonic() + self.generate_timeout_s
+                    continue
+                if isinstance(reply, CallDone):
+                    break
                 if isinstance(reply, GroupDone):
                     done += 1
-                    yield self._group(reply, prompts[reply.index], seeds[reply.index])
+                    seeds = waiting.pop(reply.index).seeds
+                    yield self._group(reply, prompts[reply.index], seeds)
                 elif isinstance(reply, PromptFailed):
+                    del waiting[reply.index]
                     failure = PromptFailure(prompts[reply.index].id, f"{reply.error}: {reply.message}")
                     self.failures = (*self.failures, failure)
             self._open_call = None

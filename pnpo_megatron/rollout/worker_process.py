@@ -25,6 +25,10 @@ LAUNCHER_VARIABLES = (
 )  # fmt: skip
 
 
+class WorkerDied(RolloutError):
+    """The process has ended: another one can do what was asked of it."""
+
+
 def worker_environment(device: str, threads: int) -> dict[str, str]:
     """The trainer's environment without its launcher's variables, with what the engine needs on `device`."""
     environment = {
@@ -105,7 +109,7 @@ class WorkerProcess:
         except (EOFError, ConnectionError) as error:
             raise self._death(f"waiting for {waiting_for}") from error
         if isinstance(reply, WorkerError) and reply.fatal:
-            raise self._failure(
+            raise self._dead(
                 f"the rollout worker stopped with {reply.error} while waiting for {waiting_for}: "
                 f"{reply.message}"
             )
@@ -129,7 +133,7 @@ class WorkerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(EXIT_WAIT_S)
 
-    def _death(self, doing: str) -> RolloutError:
+    def _death(self, doing: str) -> WorkerDied:
         try:
             code = self._process.wait(EXIT_WAIT_S)
             how = (
@@ -137,7 +141,10 @@ class WorkerProcess:
             )
         except subprocess.TimeoutExpired:
             how = "closed its pipe"
-        return self._failure(f"the rollout worker (pid {self.pid}) {how} while {doing}")
+        return self._dead(f"the rollout worker (pid {self.pid}) {how} while {doing}")
+
+    def _dead(self, message: str) -> WorkerDied:
+        return WorkerDied(str(self._failure(message)))
 
     def _failure(self, message: str) -> RolloutError:
         lines = self._log.read_text(errors="replace").splitlines()[-LOG_LINES:]

@@ -248,8 +248,42 @@ def test_a_passed_deadline_names_what_was_waited_for_and_the_engine_can_go_on(
     assert list(sample(engine, [SHORT], 1, GREEDY)) == ["short"]
 
 
-def test_a_worker_killed_while_generating_is_an_error_within_two_seconds(engines: dict[str, Engine]) -> None:
+def test_a_worker_that_does_not_answer_any_more_passes_its_deadline(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.kill(engine.sampler.worker_pid, signal.SIGSTOP)
+    try:
+        monkeypatch.setattr(engine.sampler, "generate_timeout_s", 0.5)
+        with pytest.raises(RolloutError, match=r"deadline: waited for responses: 0 of 1 prompts finished"):
+            sample(engine, [SHORT], 1, GREEDY)
+    finally:
+        os.kill(engine.sampler.worker_pid, signal.SIGCONT)
+
+
+def test_a_worker_killed_while_generating_is_started_again_and_gives_the_same_tokens(
+    engines: dict[str, Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = engines["tied"]
+    engine.use(engine.second, 2)
+    prompts = [LONG, *(Prompt(f"p{i}", (3 + i, 4), "") for i in range(36))]  # more than run side by side
+    sampling = Sampling(1.0, 30, min_tokens=30)
+    expected = sample(engine, prompts, 8, sampling)
+    groups = engine.sampler.generate(prompts, 8, sampling, (42,))
+    got = [next(groups)]
+    os.kill(engine.sampler.worker_pid, signal.SIGKILL)
+    got += groups
+    assert "was killed by SIGKILL while waiting for responses" in caplog.text
+    assert sorted(group.prompt.id for group in got) == sorted(expected)
+    for group in got:
+        assert tokens(group) == tokens(expected[group.prompt.id])
+        assert {rollout.version for rollout in group.rollouts} == {2}
+
+
+def test_a_worker_killed_once_too_often_is_an_error_within_two_seconds(
+    engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     sampler = engines["tied"].sampler
+    monkeypatch.setattr(sampler, "_restarts", 0)
     groups = sampler.generate([SHORT, LONG], 32, Sampling(1.0, 200), (1,))
     os.kill(sampler.worker_pid, signal.SIGKILL)
     started = time.monotonic()
