@@ -48,6 +48,7 @@ LAYERS: dict[str, Layer] = {
     "config": Layer(PURE, ("pydantic", "pydantic_core", "pydantic_settings", "tomli_w"), distributed=False),
     "analysis": Layer((*PURE, "analysis"), ("rich", "safetensors"), distributed=False),
     "analysis.plots": Layer((*PURE, "analysis"), ("matplotlib",), distributed=False),
+    "planning": Layer((*SHARDED, "planning", "config"), ("rich",), distributed=False),
     "monitor": Layer(PURE, ("rich", "tensorboard"), distributed=False),
     "resume": Layer(PURE, ("safetensors",), distributed=False),
 }
