@@ -8,8 +8,9 @@ from time import perf_counter
 
 from torch import Tensor
 
+from pnpo_megatron.algorithm.correction import Correction
 from pnpo_megatron.algorithm.objective import Objective
-from pnpo_megatron.data.batching import mini_batches
+from pnpo_megatron.data.batching import corrected, mini_batches
 from pnpo_megatron.errors import TrainingFaultError
 from pnpo_megatron.types import Learner, MiniBatch, RolloutBatch
 
@@ -27,7 +28,11 @@ class Plan:
     groups_per_update: int
     learner_scores_old: bool = True
     """Old log-probs from the learner (default) or as the sampler reported them."""
+    correction: Correction | None = None
+    """Of the loss, for the difference between learner and sampler."""
     max_skipped: int = 8
+    stop_rejected: float | None = None
+    """Leave the batch after an update whose rejected fraction passes this."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,10 @@ def train(plan: Plan, parts: Parts, start: Position = START) -> int:
 
         for epoch, mini_batch in updates_left(plan, objective, at):
             metrics = learner.update(mini_batch, objective, step=step)  # weight and gate recomputed here
-            parts.log(step, epoch, at.update + 1, {"lag": at.lag, **metrics, **once})
+            leave = plan.stop_rejected is not None and metrics["gate/rejected_fraction"] > plan.stop_rejected
+            parts.log(
+                step, epoch, at.update + 1, {"lag": at.lag, **metrics, **once, **reuse(plan, at, leave)}
+            )
             at, once = at.after(metrics), {}
             if at.not_finite >= plan.max_skipped:
                 raise TrainingFaultError(
@@ -112,6 +120,8 @@ def train(plan: Plan, parts: Parts, start: Position = START) -> int:
                     f"update {at.update}); lower optimizer.lr or optimizer.clip_grad, or look at this "
                     "step's rollouts"
                 )
+            if leave:
+                break  # before anything is saved: a run resumed inside the batch decides alike, here
             if parts.finish_update(at):
                 return at.step
 
@@ -121,12 +131,22 @@ def train(plan: Plan, parts: Parts, start: Position = START) -> int:
     return plan.steps
 
 
+def reuse(plan: Plan, at: Position, leave: bool) -> Metrics:
+    """Where batches may be left early, on the batch's last row: the epochs taken, and the updates saved."""
+    assert at.batch is not None
+    each = len(set(at.batch.groups)) // plan.groups_per_update
+    made = at.made + 1
+    if plan.stop_rejected is None or not (leave or made == plan.epochs * each):
+        return {}
+    return {"epochs/taken": made / each, "epochs/updates_saved": float(plan.epochs * each - made)}
+
+
 def updates_left(plan: Plan, objective: Objective, at: Position) -> Iterator[tuple[int, MiniBatch]]:
     """(epoch, mini-batch) of the batch in work: K x M in all, less those made before the run was resumed."""
     assert at.batch is not None
-    made = at.made
+    made, batch = at.made, corrected(at.batch, plan.correction)
     for epoch in range(1, plan.epochs + 1):
-        updates = updates_of(plan, objective, at.batch, epoch)
+        updates = updates_of(plan, objective, batch, epoch)
         yield from ((epoch, mini_batch) for mini_batch in updates[made:])
         made = max(0, made - len(updates))
 

@@ -99,6 +99,8 @@ class TrainSequence:
     advantage: float
     old_logprobs: Tensor | None = None
     """[n] float32, 0 off the mask; set once, then frozen for all K epochs."""
+    correction: Tensor | None = None
+    """[n] float32 factors of the loss (`Correction.factors`); None: all are 1."""
 
     @property
     def length(self) -> int:
@@ -173,7 +175,7 @@ class PackedBatch:
     rollout_logprobs: Tensor
     """[T] float32; 0 off the mask."""
     advantages: Tensor
-    """[T] float32; 0 off the mask."""
+    """[T] float32, times the correction; 0 off the mask."""
     loss_share: Tensor
     """[T] float32; 0 off the mask."""
     cu_seqlens: Tensor

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
+from pnpo_megatron.algorithm.correction import Correction
 from pnpo_megatron.algorithm.objective import Mean, loss_shares
 from pnpo_megatron.errors import ConfigError
 from pnpo_megatron.seeds import derive_seed
@@ -46,6 +48,18 @@ def mini_batches(
         sequences = tuple(batch.sequences[row] for row in rows)
         updates.append(MiniBatch(sequences, shares_of(sequences, mean), tuple(rows)))
     return updates
+
+
+def corrected(batch: RolloutBatch, correction: Correction | None) -> RolloutBatch:
+    """A scored batch with the factors that multiply its loss; as it is, without a correction."""
+    if correction is None:
+        return batch
+    sequences = tuple(
+        replace(one, correction=correction.factors(one.old_logprobs, one.rollout_logprobs, one.response_mask))
+        for one in batch.sequences
+        if one.old_logprobs is not None
+    )
+    return replace(batch, sequences=sequences)
 
 
 def shares_of(sequences: Sequence[TrainSequence], mean: Mean) -> tuple[float, ...]:

@@ -28,6 +28,8 @@ class FlatTokens:
     """[N] float32, 0 off the mask and where none are known yet."""
     rollout_logprobs: Tensor
     """[N] float32, 0 off the mask."""
+    correction: Tensor
+    """[N] float32 factors of the loss; 1 where there is none."""
     starts: Tensor
     """[B+1] int64: where each sequence begins; the last entry is N."""
     trained: Tensor
@@ -49,6 +51,12 @@ def flatten(mini_batch: MiniBatch) -> FlatTokens:
             for sequence in sequences
         ]
     ).float()
+    correction = torch.cat(
+        [
+            torch.ones(len(sequence.ids)) if sequence.correction is None else sequence.correction
+            for sequence in sequences
+        ]
+    )
     lengths = torch.tensor([len(sequence.ids) for sequence in sequences])
     starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     counted = torch.cat([starts.new_zeros(1), mask.cumsum(0)])
@@ -57,6 +65,7 @@ def flatten(mini_batch: MiniBatch) -> FlatTokens:
         mask=mask,
         old_logprobs=torch.where(mask, old, 0.0),
         rollout_logprobs=torch.where(mask, rollout, 0.0),
+        correction=correction,
         starts=starts,
         trained=counted[starts[1:]] - counted[starts[:-1]],
         advantages=torch.tensor([sequence.advantage for sequence in sequences], dtype=torch.float32),
@@ -105,7 +114,7 @@ def pack(flat: FlatTokens, rows: Sequence[int], layout: Layout, local_slots: Loc
         "length": torch.where(mask, flat.trained[row][sequence], 1),
         "old_logprobs": torch.where(mask, flat.old_logprobs[label], 0.0),
         "rollout_logprobs": torch.where(mask, flat.rollout_logprobs[label], 0.0),
-        "advantages": torch.where(mask, flat.advantages[row][sequence], 0.0),
+        "advantages": torch.where(mask, flat.advantages[row][sequence] * flat.correction[label], 0.0),
         "loss_share": torch.where(mask, flat.loss_share[row][sequence], 0.0),
     }
     here = local_slots(chunk_lengths)

@@ -3,30 +3,68 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from pnpo_megatron.algorithm.correction import Correction
 from pnpo_megatron.errors import MismatchError
 from pnpo_megatron.types import RolloutBatch
 
 
-def mismatch_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Gap d = learner - engine of every trained token's log-prob, nats, on a scored batch.
-
-    `mismatch/kl` estimates KL(engine || learner) by exp(d) - 1 - d, which is never negative.
-    All are 0 when nothing is trained.
-    """
-    gaps = [
+def log_ratios(batch: RolloutBatch) -> list[Tensor]:
+    """Gap d = learner - engine of the trained tokens' log-probs, [L] float64 nats a scored response."""
+    return [
         (sequence.old_logprobs - sequence.rollout_logprobs)[sequence.response_mask].double()
         for sequence in batch.sequences
         if sequence.old_logprobs is not None
     ]
+
+
+def mismatch_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """What two programs make of the same weights and tokens, on a scored batch.
+
+    Tokens were drawn by the engine. `mismatch/kl` estimates KL(engine || learner) by exp(d) - 1 - d,
+    `mismatch/kl_reverse` KL(learner || engine) by exp(d) d - (exp(d) - 1): neither is ever negative; the
+    mean of -d, unbiased and noisy, is -`mismatch/mean`. `mismatch/ess_token` and `ess_sequence` are effective
+    sample sizes (sum w)^2 / (n sum w^2) of the weights exp(d) of tokens, and of responses: 1 is no mismatch.
+    """
+    gaps = log_ratios(batch)
     gap = torch.cat(gaps) if gaps else torch.zeros(0, dtype=torch.float64)
     if not len(gap):
-        return dict.fromkeys(("mismatch/mean", "mismatch/mean_abs", "mismatch/max_abs", "mismatch/kl"), 0.0)
+        gap = torch.zeros(1, dtype=torch.float64)
+    sequences = torch.stack([one.sum() for one in gaps if len(one)] or [gap.sum()])
     return {
         "mismatch/mean": float(gap.mean()),
         "mismatch/mean_abs": float(gap.abs().mean()),
         "mismatch/max_abs": float(gap.abs().max()),
         "mismatch/kl": float((gap.expm1() - gap).mean()),
+        "mismatch/kl_reverse": float((gap.exp() * gap - gap.expm1()).mean()),
+        "mismatch/ess_token": _effective(gap),
+        "mismatch/ess_sequence": _effective(sequences),
+    }
+
+
+def _effective(log_weights: Tensor) -> float:
+    weights = (log_weights - log_weights.max()).exp()
+    return float(weights.sum().square() / weights.square().sum() / len(weights))
+
+
+def correction_metrics(batch: RolloutBatch, correction: Correction) -> dict[str, float]:
+    """What `correction` does to a scored batch, over its trained tokens."""
+    factors = torch.cat(
+        [
+            correction.factors(one.old_logprobs, one.rollout_logprobs, one.response_mask)[one.response_mask]
+            for one in batch.sequences
+            if one.old_logprobs is not None
+        ]
+    )
+    if not len(factors):
+        return {}
+    limited = (factors == 0) if correction.mask else factors >= factors.new_tensor(correction.cap)
+    return {
+        "correction/mean": float(factors.mean()),
+        "correction/min": float(factors.min()),
+        "correction/max": float(factors.max()),
+        "correction/limited_fraction": float(limited.double().mean()),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -152,3 +153,19 @@ def test_a_rank_without_rows_gets_one_short_dummy_that_trains_nothing():
     packed = pack(flatten(mini_batch(MASKS)), (), Layout(max_tokens=64, context_size=2), zigzag(2, 0))
     assert packed.rows == (-1,) and packed.max_seqlen == 4 and len(packed.tokens) == 2
     assert not packed.response_mask.any() and not packed.loss_share.any()
+
+
+def test_a_correction_reaches_its_token_whatever_the_split():
+    """Advantage times factor over context-parallel ranks and packings: the same numbers as in the batch."""
+    rows = [sequence(n, [True] * (3 * n), seed=n, advantage=n - 2.5) for n in (1, 2, 3)]
+    rows = [replace(one, correction=1.0 + torch.arange(len(one.ids)) / 7) for one in rows]
+    flat = flatten(mini_batch(rows))
+    wanted = [one.advantage * float(factor) for one in rows for factor in one.correction[one.response_mask]]
+    for context in (1, 2):
+        for packing in ([[0, 1, 2]], [[1], [2, 0]]):
+            found = []
+            for part in packing:
+                for rank in range(context):
+                    packed = pack(flat, part, Layout(10**4, context_size=context), zigzag(context, rank))
+                    found += packed.advantages[packed.response_mask].tolist()
+            assert sorted(found) == pytest.approx(sorted(wanted))
