@@ -45,8 +45,9 @@ lint: $(STAMP)  ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 
-test: lint  ## lint, then every CPU test (about 10 minutes on two cores)
-	@$(BIN)/python -m pytest -m "not gpu and not slow"
+# Two files of tests side by side: a test that waits for processes or for an engine leaves its core to the other.
+test: lint  ## lint, then every CPU test (about 8 minutes on two cores)
+	@$(BIN)/python -m pytest -m "not gpu and not slow" -n 2 --dist loadfile
 
 test-slow: $(STAMP)  ## the CPU tests that take minutes
 	@$(BIN)/python -m pytest -m "slow and not gpu"
