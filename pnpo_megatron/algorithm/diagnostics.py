@@ -69,8 +69,8 @@ def tally(
     kept_weight = _select(weight, kept)
     rungs = [_select(WEIGHTS[rung](stats), finite).square() for rung in RUNGS]
     columns = (
-        _select(1.0 / stats.length, mask), _select(1.0 / accepted, mask & terms.keep), mask, finite, low, high,
-        with_advantage, with_advantage & terms.keep, weight, kept_weight, kept_weight.square(),
+        _select(1.0 / stats.length, mask), _select(1.0 / accepted, mask & terms.keep), mask, finite, low,
+        high, with_advantage, with_advantage & terms.keep, weight, kept_weight, kept_weight.square(),
         log_ratio, log_ratio.square(), _select(entropy, mask) if entropy.shape == mask.shape else entropy,
         *rungs,
     )  # fmt: skip
@@ -92,7 +92,7 @@ def add_tallies(tallies: Iterable[Tally], device: torch.device | None = None) ->
 
 
 def renormalised(total: Tally, mean: Mean) -> tuple[float, Tally]:
-    """What the gradient of a whole mini-batch is to be multiplied by, and the tally with that done to its loss."""
+    """The factor for the gradient of a whole mini-batch, and the tally with its loss multiplied by it."""
     sums = dict(zip(SUMS, total.sums.tolist(), strict=False))
     factor = renormalising_factor(
         mean,
@@ -110,7 +110,9 @@ def summarise(total: Tally) -> dict[str, float]:
     """Flat `area/name` metrics of an update, from the tally of its whole mini-batch; reads the device, once.
 
     `ladder/NAME` is the root mean square of the log-weight that each rung would have given;
-    `weight/effective_fraction` is the effective sample size of the kept weights over the valid tokens. Fractions are of valid tokens. Means and extremes of weights and log-ratios leave out what is not finite
+    `weight/effective_fraction` is the effective sample size of the kept weights over the valid tokens.
+
+    Fractions are of valid tokens. Means and extremes of weights and log-ratios leave out what is not finite
     (an overflowed weight counts as rejected high, a NaN makes the loss NaN); `tokens/not_finite` counts it.
     With no token a mean is 0.
     """

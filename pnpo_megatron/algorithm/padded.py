@@ -12,8 +12,9 @@ from pnpo_megatron.algorithm.objective import (
     Objective,
     attach_slope,
     loss_shares,
-    loss_slope,
+    renormalising_factor,
     surrogate_value,
+    token_slope,
     token_terms,
 )
 from pnpo_megatron.algorithm.presets import make_objective
@@ -44,7 +45,8 @@ def policy_loss_padded(
     Returns:
         The mean over the B' responses with at least one True, or over all True tokens, as the objective
         says. With no True at all: loss 0, gradient 0. For micro-batches of one mini-batch use `policy_loss`
-        with shares of the whole (`loss_shares`): means of means differ (TRAPS H09).
+        with shares of the whole (`loss_shares`): means of means differ (TRAPS H09). With `renormalise`, means
+        are over accepted tokens, and over responses that have one.
     """
     check_same_shape(policy_logprobs=policy_logprobs, old_logprobs=old_logprobs, response_mask=response_mask)
     if policy_logprobs.dim() != 2 or advantages.shape != policy_logprobs.shape[:1]:
@@ -76,16 +78,30 @@ def _slope_and_value(
     advantages = advantages.to(dtype)[:, None]
     slope = torch.zeros(policy_logprobs.shape, dtype=dtype, device=policy_logprobs.device)
     value = torch.zeros((), dtype=torch.float64, device=policy_logprobs.device)
+    kept = []
     for rows in _blocks_of_rows(lengths, slope.shape[1]):
         columns = _used_columns(response_mask[rows])
         policy, old, mask = (x[:, columns][rows] for x in (policy_logprobs, old_logprobs, response_mask))
         stats = padded_ratio_stats(policy, old, mask)
         terms = token_terms(objective, stats, advantages[rows])
         in_place = slope[rows, columns] if isinstance(rows, slice) else None
-        part = loss_slope(terms, advantages[rows] * shares[rows], mask, out=in_place)
+        scale = advantages[rows] * shares[rows]
+        terms, part = token_slope(objective, stats, terms, scale, mask, out=in_place)
         value += surrogate_value(part, policy, mask)
         if not isinstance(rows, slice):
             slope[:, columns].index_copy_(0, rows, part)
+        if terms.accepted is not None:
+            kept.append(terms.accepted)
+    if kept:
+        accepted = torch.cat(kept)
+        factor = renormalising_factor(
+            objective.mean,
+            tokens=float(lengths.sum()),
+            kept=float(accepted.sum()),
+            responses=float((lengths > 0).sum()),
+            kept_responses=float((accepted > 0).sum()),
+        )
+        slope, value = slope.mul_(factor), value * factor
     return slope, value.to(dtype)
 
 

@@ -34,8 +34,8 @@ class RatioStats:
     compute_preceding_min: Callable[[], Tensor]
     """Only MinPRO needs it, so it is not computed before it is asked for."""
     suffix_sums: Callable[[Tensor], tuple[Tensor, Tensor]] = field(kw_only=True)
-    """Of values, 0 off the mask: the sum over k >= t of the same response, and over all of it; float64, on the
-    grid. For Eq. 6 and for renormalising; collective where sequences are split."""
+    """Of values, 0 off the mask: the sum over k >= t of the same response, and over all of it; float64, on
+    the grid. For Eq. 6 and for renormalising; collective where sequences are split."""
 
     @cached_property
     def preceding_min(self) -> Tensor:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pnpo_megatron.algorithm import objective_settings, resolve_weight
+from pnpo_megatron.algorithm.presets import OBJECTIVE_KEYS
 from pnpo_megatron.analysis.calibrate import (
     Slice,
     Tokens,
@@ -25,11 +26,6 @@ from pnpo_megatron.analysis.calibrate import (
 from pnpo_megatron.analysis.run_folder import RunFolder, read_run
 from pnpo_megatron.analysis.token_dump import TokenDump, read_tokens
 from pnpo_megatron.errors import ConfigError, DataError
-
-OBJECTIVE_KEYS = (
-    "weight", "gate", "mean", "gate_low", "gate_high", "gate_reference_length", "clip_low", "clip_high",
-    "dual_clip",
-)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

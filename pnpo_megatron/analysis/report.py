@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pnpo_megatron.algorithm import objective_settings
+from pnpo_megatron.algorithm.presets import OBJECTIVE_KEYS
 from pnpo_megatron.analysis import page, plots
-from pnpo_megatron.analysis.calibrate_gate import OBJECTIVE_KEYS
 from pnpo_megatron.analysis.run_folder import RunFolder, last, read_run
 from pnpo_megatron.analysis.series import (
     Line,

@@ -70,7 +70,14 @@ class TokenDump:
             position=position,
             length=length,
             compute_preceding_min=lambda: _preceding_min(token, position),
+            suffix_sums=lambda values: _suffix_sums(values, first, last),
         )
+
+
+def _suffix_sums(values: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    sums = to_grid(values).cumsum(0)
+    before = torch.cat([sums.new_zeros(1), sums])
+    return sums[last] - before[:-1], sums[last] - before[first]
 
 
 def token_arrays(mini_batch: MiniBatch, dumped: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:

@@ -47,18 +47,27 @@ def ratio_stats(
         cp_group: the ranks that share these sequences, or None.
     Returns:
         Bitwise the same numbers for every C, packing and order of samples. Communication: one all-gather of
-        2*S int64 values a rank; if `preceding_min` is asked for, collectively, another of 2*S int32 values.
+        2*S int64 values a rank; if `preceding_min` or `suffix_sums` is asked for, collectively, another each.
     """
     check_same_shape(policy_logprobs=policy_logprobs, position=position, length=length)
     token = log_ratios(policy_logprobs, old_logprobs, response_mask)
     prefix_sum, total = prefix_scan(token, chunk_lengths, cp_group)
+
+    def everywhere(per_response: Tensor) -> Tensor:
+        return per_response.repeat_interleave(2 * chunk_lengths, output_size=token.numel())
+
+    def suffix_sums(values: Tensor) -> tuple[Tensor, Tensor]:
+        suffix, whole = suffix_scan(values, chunk_lengths, cp_group)
+        return suffix, everywhere(whole)
+
     return RatioStats(
         token=token,
         prefix_sum=prefix_sum,
-        response_sum=total.repeat_interleave(2 * chunk_lengths, output_size=token.numel()),
+        response_sum=everywhere(total),
         position=position,
         length=length,
         compute_preceding_min=lambda: preceding_min(token, response_mask, chunk_lengths, cp_group),
+        suffix_sums=suffix_sums,
     )
 
 

@@ -15,7 +15,14 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from pnpo_megatron.algorithm.diagnostics import Tally, add_tallies, skip_reason, summarise, tally
+from pnpo_megatron.algorithm.diagnostics import (
+    Tally,
+    add_tallies,
+    renormalised,
+    skip_reason,
+    summarise,
+    tally,
+)
 from pnpo_megatron.algorithm.objective import Objective, TokenTerms, policy_loss
 from pnpo_megatron.convert.architecture import Architecture
 from pnpo_megatron.convert.stream import export_hf
@@ -24,6 +31,7 @@ from pnpo_megatron.errors import ConfigError
 from pnpo_megatron.parallel.gather import gather_first_dim
 from pnpo_megatron.parallel.groups import ParallelGroups
 from pnpo_megatron.parallel.prefix_scan import ratio_stats
+from pnpo_megatron.parallel.quantiles import quantiles
 from pnpo_megatron.parallel.reduce import max_over, sum_over
 from pnpo_megatron.parallel.vocab_logprobs import chunked_logprobs
 from pnpo_megatron.policy.forward import MicroBatch, Work, cut, layout_of, run_schedule
@@ -49,6 +57,7 @@ SKIP_REASONS = (
 )
 """`update/skip_reason` is an index into it (DECISIONS: an update is skipped)."""
 _NOT_FINITE = (4, 5)
+QUANTILES = (0.01, 0.05, 0.5, 0.95, 0.99)
 
 TokenDump = Callable[[MiniBatch, Mapping[str, list[Tensor]]], None]
 """Receives "policy_logprobs", "log_weight" (float32) and "keep" (0 or 1) per sequence, [n], token-aligned."""
@@ -136,7 +145,7 @@ class MegatronLearner:
         work = cut(mini_batch, self.layout, self.groups, self.device)
         rate = set_learning_rate(self.optimizer, self.optimizer_settings, step)
         idle = _nothing_to_learn(mini_batch)
-        total = self._forward_backward(work, mini_batch, objective, forward_only=idle)
+        total, spread = self._forward_backward(work, mini_batch, objective, forward_only=idle)
         norm = 0.0 if idle else gradient_norm(self.optimizer)
         reason = self._agree(skip_reason(total), norm)
         if not reason:
@@ -144,6 +153,7 @@ class MegatronLearner:
         seconds = perf_counter() - begin
         return {
             **summarise(total),
+            **spread,
             "grad_norm": norm,
             "lr": rate,
             "update/skipped": float(reason != 0),
@@ -184,12 +194,16 @@ class MegatronLearner:
 
     def _forward_backward(
         self, work: Work, mini_batch: MiniBatch, objective: Objective, *, forward_only: bool
-    ) -> Tally:
-        """Leaves summed gradients in Megatron's buffers; the tally of the whole mini-batch, on the host."""
+    ) -> tuple[Tally, dict[str, float]]:
+        """Leaves summed gradients in Megatron's buffers.
+
+        Returns:
+            The tally of the whole mini-batch, on the host, and quantiles of its weights.
+        """
         scale = loss_scale(self.config, list(work.all_tokens), cp_rank=self.groups.cp_rank)
         tokens: list[tuple[MicroBatch, Tensor, TokenTerms]] = []
 
-        def last_stage(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Tally]:
+        def last_stage(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
             packed = micro_batch.packed
             logprobs, entropy = self._score(hidden, micro_batch)
             policy = micro_batch.spread(logprobs)
@@ -213,15 +227,29 @@ class MegatronLearner:
                 advantages=packed.advantages,
                 entropy=entropy,
             )
-            return *scale(loss, len(packed.tokens)), counted
+            log_weights = terms.log_weight.index_select(0, micro_batch.slots)
+            return *scale(loss, len(packed.tokens)), (counted, log_weights)
 
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        tallies = run_schedule(self.chunks, work, self.groups, last_stage, forward_only=forward_only)
+        results = run_schedule(self.chunks, work, self.groups, last_stage, forward_only=forward_only)
         if self.token_dump is not None:
             self.token_dump(mini_batch, self._dumped(work, tokens))
-        return self._reduced(tallies)
+        spread = self._weight_quantiles([log_weights for _, log_weights in results])
+        total = self._reduced([counted for counted, _ in results])
+        if objective.renormalise:
+            factor, total = renormalised(total, objective.mean)
+            for chunk in self.chunks:
+                chunk.scale_gradients(factor)
+        return total, spread
+
+    def _weight_quantiles(self, log_weights: Sequence[Tensor]) -> dict[str, float]:
+        """Of all trained tokens; exact, so the same for every split. Stages without any add 0."""
+        empty = torch.empty(0, device=self.device)
+        found = quantiles(torch.cat([empty, *log_weights]).float(), QUANTILES, self.groups.dp_cp)
+        found = sum_over(found.exp() if log_weights else found, self.groups.pp)
+        return dict(zip((f"weight/q{round(100 * q):02}" for q in QUANTILES), found.tolist(), strict=True))
 
     def _reduced(self, tallies: Sequence[Tally]) -> Tally:
         """Micro-batches, then data and context ranks, then pipeline stages, of which only the last has any.

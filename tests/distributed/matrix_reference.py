@@ -172,6 +172,12 @@ def answer(model: PlainModel, rows: Sequence[Row], name: str, gate: Mapping[str,
             parts = {
                 "ratio": ratio,
                 "weight": log_weight.exp(),
+                "log_weight": log_weight,
+                "ladder/token": ratio,
+                "ladder/prefix": log_weights("pnpo", ratio),
+                "ladder/sequence": log_weights("gspo", ratio),
+                "ladder/minpro": log_weights("minpro", ratio),
+                "ladder/cumulative": ratio.cumsum(0),
                 "below": below.double(),
                 "above": above.double(),
                 "bin": (10 * torch.arange(length) // length).double(),
@@ -209,8 +215,21 @@ def metrics_of(columns: Mapping[str, Tensor]) -> dict[str, float]:
         "log_ratio/mean": ratio.mean(),
         "log_ratio/std": ratio.std(correction=0),
     }
+    kept, weight = rejected == 0, columns["weight"]
+    found["weight/effective_fraction"] = weight[kept].sum() ** 2 / weight[kept].square().sum() / len(gap)
+    for name in columns:
+        if name.startswith("ladder/"):
+            found[name] = columns[name].square().mean().sqrt()
+    for level in (0.01, 0.05, 0.5, 0.95, 0.99):
+        place = math.ceil(level * len(gap)) - 1
+        found[f"weight/q{round(100 * level):02}"] = weight.sort().values[place]
     for number in range(10):
-        inside = rejected[columns["bin"] == number]
-        found[f"gate/rejected_fraction_bin_{number}"] = inside.sum() / max(len(inside), 1)
+        here = columns["bin"] == number
+        size, log_weight = max(int(here.sum()), 1), columns["log_weight"][here]
+        found[f"gate/rejected_fraction_bin_{number}"] = rejected[here].sum() / size
+        found[f"gate/rejected_fraction_low_bin_{number}"] = columns["below"][here].sum() / size
+        found[f"weight/log_mean_bin_{number}"] = log_weight.sum() / size
+        spread = (log_weight - log_weight.sum() / size).square().sum() / size
+        found[f"weight/log_std_bin_{number}"] = spread.sqrt()
     named = {key: float(value) for key, value in found.items()}
     return named | {"tokens/valid": float(len(gap)), "tokens/not_finite": 0.0}

@@ -5,7 +5,15 @@ import torch
 from naive_reference import LOG_RATIOS, random_responses
 
 from pnpo_megatron.algorithm import loss_shares, make_objective, packed_ratio_stats, policy_loss
-from pnpo_megatron.algorithm.diagnostics import add_tallies, skip_reason, summarise, tally
+from pnpo_megatron.algorithm.diagnostics import (
+    BIN_SUMS,
+    BINS,
+    SUMS,
+    add_tallies,
+    skip_reason,
+    summarise,
+    tally,
+)
 
 
 def _tally(policy, old, mask, advantages, *, entropy=None, objective=None, share=None):
@@ -61,7 +69,8 @@ def test_position_bins_are_tenths_of_the_own_response():
     for length in lengths:
         for t in range(1, length + 1):
             counts[min(9, 10 * (t - 1) // length)] += 1
-    assert total.sums[-20:-10].tolist() == counts
+    valid = len(SUMS) + BINS * BIN_SUMS.index("valid")
+    assert total.sums[valid : valid + BINS].tolist() == counts
     assert sum(counts) == sum(lengths)
 
 

@@ -1,0 +1,284 @@
+"""``pnpo-megatron compare STUDY.toml``: a grid of settings x seeds at one budget of updates, run in a queue.
+
+A study names a configuration, settings over it, seeds, and a budget that every run shares:
+
+    config = "config.toml"
+    folder = "runs/study"
+    updates = 48                  # of every run; its rollout batches follow from epochs and mini_batch
+    evaluate_every = 16           # updates
+    seeds = [1, 2, 3]
+    [common]                      # over the configuration, for all
+    rollout.prompts = 32
+    [settings.pnpo]               # one table a setting; the first is the baseline unless `baseline` names
+                                  # one; a named objective takes no weight, gate or mean from `config`
+    objective.name = "pnpo"
+    [grid]                        # every setting with every value
+    objective.epochs = [1, 4]
+
+Engine and graders live on from run to run. A run is a run folder: killed, it goes on where its last
+checkpoint stands, and a finished one is never run again. Any number of processes may work on one study: each
+locks the run it works on, and a lock goes with its process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import itertools
+import json
+import re
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pnpo_megatron.algorithm.presets import OBJECTIVE_KEYS
+from pnpo_megatron.analysis.compare import markdown, run_result, write_results
+from pnpo_megatron.analysis.report import flatten
+from pnpo_megatron.config import Config, load_config
+from pnpo_megatron.errors import ConfigError, RolloutError, TrainingFaultError
+from pnpo_megatron.resume import RunState, newest_checkpoint
+
+KEYS = {"config", "folder", "updates", "evaluate_every", "seeds", "settings"}
+OPTIONAL = {"common", "grid", "baseline", "processes"}
+ENGINE = ("model", "rollout", "reward")
+"""Sections on which two runs must agree to share an engine and graders."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the study."""
+
+    setting: str
+    seed: int
+    config: Config
+
+    @property
+    def finished(self) -> bool:
+        """The checkpoint of the last step is written after its evaluation."""
+        newest = newest_checkpoint(self.config.run.folder)
+        return newest is not None and RunState.read(newest).step >= self.config.steps
+
+
+@dataclass(frozen=True)
+class Study:
+    """All runs, in the order of the queue: every setting once before any seed's second."""
+
+    path: Path
+    folder: Path
+    baseline: str
+    settings: tuple[str, ...]
+    seeds: tuple[int, ...]
+    processes: int
+    cells: tuple[Cell, ...]
+
+
+def read_study(path: Path) -> Study:
+    """Read the file and check every run's settings.
+
+    Raises:
+        ConfigError: a key that is missing, unknown or wrong; a budget that a setting cannot meet exactly.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as TOML ({error}); give the file of a study") from error
+    wrong = (KEYS - table.keys()) | (table.keys() - KEYS - OPTIONAL)
+    if wrong:
+        raise ConfigError(
+            f"{path}: {', '.join(sorted(wrong))}: missing or unknown; a study has {sorted(KEYS)} and "
+            f"may have {sorted(OPTIONAL)}"
+        )
+    settings = dict(_settings(table))
+    folder, baseline = Path(table["folder"]), table.get("baseline", next(iter(settings), None))
+    if baseline not in settings:
+        raise ConfigError(
+            f"{path}: baseline = {baseline!r}: expected one of {', '.join(settings) or 'settings'}"
+        )
+    cells = tuple(
+        Cell(name, seed, _cell_config(table, folder, name, values, seed))
+        for seed in table["seeds"]
+        for name, values in settings.items()
+    )
+    return Study(
+        path, folder, str(baseline), tuple(settings), tuple(table["seeds"]), table.get("processes", 1), cells
+    )
+
+
+def _settings(table: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every setting with every combination of the grid: name and flat ``section.key`` values."""
+    axes = flatten(table.get("grid", {}))
+    common = dict(flatten(table.get("common", {})))
+    for name, values in table["settings"].items():
+        for chosen in itertools.product(*(list(axis) for _, axis in axes)):  # type: ignore[call-overload]
+            point = dict(zip((key for key, _ in axes), chosen, strict=True))
+            words = [name, *(f"{key.rpartition('.')[2]}={value}" for key, value in point.items())]
+            yield " ".join(words), common | point | dict(flatten(values))
+
+
+def _cell_config(table: dict[str, Any], folder: Path, name: str, values: dict[str, Any], seed: int) -> Config:
+    """The settings of one run; steps and the cadence of evaluation follow from the budget in updates."""
+    run_folder = folder / re.sub(r"[^\w.=-]+", "_", name) / f"seed_{seed}"
+    values = values | {"seed": seed, "run.folder": str(run_folder)}
+    without = [f"objective.{key}" for key in OBJECTIVE_KEYS] if "objective.name" in values else []
+    first = load_config(table["config"], _flags(values), without=without)
+    per_step = first.objective.epochs * (first.rollout.prompts // first.objective.mini_batch)
+    for key in ("updates", "evaluate_every"):
+        if table[key] < 1 or table[key] % per_step:
+            raise ConfigError(
+                f"{key} = {table[key]}: {name} takes {per_step} updates a rollout batch; use a multiple"
+            )
+    budget = {"steps": table["updates"] // per_step, "eval.every": table["evaluate_every"] // per_step}
+    return load_config(table["config"], _flags(values | budget), without=without)
+
+
+def _flags(values: dict[str, Any]) -> list[str]:
+    return [
+        f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in values.items()
+    ]
+
+
+def compare_study(path: Path, *, worker: bool = False) -> bool:
+    """Run what is left of the study, then write its table and page; False when a signal ended it early."""
+    study = read_study(path)
+    study.folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pnpo_megatron", "compare", str(path), "--worker"]
+    others = [subprocess.Popen(command) for _ in range(0 if worker else study.processes - 1)]
+    try:
+        complete = _work_through(study)
+        codes = [other.wait() for other in others]
+    finally:
+        for other in others:
+            other.terminate()
+    if not worker:
+        results = study_results(study)
+        write_results(results, study.folder)
+        print(markdown(results))
+        print(f"{study.folder / 'report.html'}")
+    return complete and not any(codes)
+
+
+def study_results(study: Study) -> dict[str, Any]:
+    """The finished runs' results; the same whatever was killed and resumed on the way."""
+    faults = {f"{cell.setting}, seed {cell.seed}": fault.read_text(encoding="utf-8").strip()
+              for cell in study.cells if (fault := cell.config.run.folder / "fault").is_file()}  # fmt: skip
+    return {
+        "name": study.path.stem,
+        "baseline": study.baseline,
+        "settings": list(study.settings),
+        "seeds": list(study.seeds),
+        "failed": faults,
+        "runs": [
+            run_result(cell.config.run.folder, cell.setting, cell.seed)
+            for cell in study.cells
+            if cell.finished
+        ],
+    }
+
+
+def _work_through(study: Study) -> bool:
+    """Every cell that is neither finished nor another process's; False after a signal."""
+    with Engines() as engines:
+        for cell in study.cells:
+            with _locked(cell.config.run.folder) as mine:
+                if mine and not cell.finished and not engines.run(cell):
+                    return False
+    return True
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Whether this process may work on a run; the kernel frees the lock of a process that died."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+class Engines:
+    """Engine and graders that outlive a run, started anew when a run needs others or one has died."""
+
+    def __init__(self) -> None:
+        self._stack, self._key, self._parts = ExitStack(), "", None  # type: ExitStack, str, Any
+
+    def __enter__(self) -> Engines:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def run(self, cell: Cell) -> bool:
+        """Train one run; a fault of it is written down, and the others go on. False after a signal."""
+        from pnpo_megatron import build
+        from pnpo_megatron.policy.process_groups import release_parallel
+        from pnpo_megatron.run import Run
+
+        config, fault = cell.config, cell.config.run.folder / "fault"
+        _refuse_other_settings(cell)
+        inputs = build.read_inputs(config)
+        key = json.dumps(
+            [config.model_dump(mode="json")[section] for section in ENGINE]
+            + [config.eval.max_response_tokens]
+        )
+        if key != self._key:
+            self._stack.close()
+            self._parts, self._key = self._stack.enter_context(build.rollout_parts(config, inputs)), key
+        try:
+            with build.live_parts(config, inputs, self._parts) as live:
+                run = Run(config, live)
+                try:
+                    complete = run.train()
+                finally:
+                    run.close()
+            fault.unlink(missing_ok=True)
+            return complete
+        except (RolloutError, TrainingFaultError) as error:
+            fault.write_text(f"{error}\n", encoding="utf-8")
+            print(f"{cell.setting}, seed {cell.seed}: {error}", file=sys.stderr)
+            self._key = ""
+            return True
+        finally:
+            release_parallel()
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                signal.signal(number, signal.SIG_DFL)  # the run's own handler would now wait for nothing
+
+
+def _refuse_other_settings(cell: Cell) -> None:
+    """A run folder of other settings must not end up in the table; more steps are fine."""
+    path = cell.config.run.folder / "config.toml"
+    if newest_checkpoint(cell.config.run.folder) is None or not path.is_file():
+        return
+    old, new = (
+        dict(flatten(tomllib.loads(text)))
+        for text in (path.read_text(encoding="utf-8"), cell.config.to_toml())
+    )
+    changed = sorted(
+        key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key != "steps"
+    )
+    if changed:
+        raise ConfigError(f"{cell.config.run.folder} was begun with another {', '.join(changed)}; "
+                          "remove it, or give the study another folder")  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``compare``."""
+    parser.add_argument("study", type=Path, metavar="STUDY.toml")
+    parser.add_argument("--worker", action="store_true", help="only help with the queue; write no table")
+
+
+def compare_command(words: Sequence[str]) -> bool:
+    """The command line; False when it was stopped early."""
+    parser = argparse.ArgumentParser(prog="pnpo-megatron compare", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    add_arguments(parser)
+    arguments = parser.parse_args(words)
+    return compare_study(arguments.study, worker=arguments.worker)
