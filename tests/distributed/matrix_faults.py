@@ -166,5 +166,5 @@ def red_by_fault(stored: bytes) -> dict[str, list[str]]:
 
 def _red(policy: Any, fixture: Fixture, name: str, fault: Any) -> list[str]:
     with fault:
-        metrics, gradients, _ = one_update(policy, fixture, Run(name, padded=False, sequences=ALL))
-    return difference_of(metrics, gradients, fixture.answers[name]).red()
+        update = one_update(policy, fixture, Run(name, padded=False, sequences=ALL))
+    return difference_of(update, fixture.answers[name]).red()

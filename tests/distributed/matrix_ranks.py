@@ -39,6 +39,19 @@ FEW = [Run("pnpo", False, 1), Run("pnpo", True, 2), Run("minpro", False, ALL)]
 
 
 @dataclass
+class Update:
+    """What one update gave."""
+
+    metrics: dict[str, float]
+    gradients: dict[str, Tensor]
+    """Whole, under Hugging Face names."""
+    tokens: dict[str, list[Tensor]]
+    """What `--dump-tokens` writes, [n] per sequence."""
+    micro_batches: int
+    """On this rank."""
+
+
+@dataclass
 class Difference:
     """How far one update is from the answer, by the measures of DECISIONS."""
 
@@ -50,6 +63,8 @@ class Difference:
     """Norm of difference / norm of reference, by tensor."""
     metrics: dict[str, float]
     """|difference| / max(1, |reference|)"""
+    tokens: dict[str, float]
+    """The same of every token: log-prob, log-weight, gate."""
     between: float = 0.0
     """Of gradients, to the same layout's first update of this objective."""
     micro_batches: int = 0
@@ -63,7 +78,7 @@ class Difference:
         parts = {"loss": self.loss, "grad_norm": self.norm, "between sizes": self.between}
         return [
             name
-            for name, value in {**parts, **self.metrics, **self.gradients}.items()
+            for name, value in {**parts, **self.metrics, **self.tokens, **self.gradients}.items()
             if not value < tolerance
         ]
 
@@ -107,26 +122,26 @@ def run_case(case: Case, fixture: Fixture, runs: list[Run]) -> Outcome:
     idle_update(learner, fixture)  # skipped, so it must leave nothing behind
     first: dict[str, dict[str, Tensor]] = {}
     for run in runs:
-        metrics, gradients, count = one_update(learner, fixture, run)
-        answer = fixture.answers[run.objective]
-        difference = difference_of(metrics, gradients, answer)
-        difference.micro_batches = count
-        earlier = first.setdefault(run.objective, gradients)
-        difference.between = max(distances(gradients, earlier, answer).values())
+        update, answer = one_update(learner, fixture, run), fixture.answers[run.objective]
+        difference = difference_of(update, answer)
+        earlier = first.setdefault(run.objective, update.gradients)
+        difference.between = max(distances(update.gradients, earlier, answer).values())
         outcome.differences[run] = difference
     outcome.seconds = perf_counter() - begin
     return outcome
 
 
-def one_update(learner: Any, fixture: Fixture, run: Run) -> tuple[dict[str, float], dict[str, Tensor], int]:
-    """Metrics, whole gradient and micro-batch count of one update, which moves nothing: the rate is 0."""
+def one_update(learner: Any, fixture: Fixture, run: Run) -> Update:
+    """One update, which moves nothing: the rate is 0."""
     objective = make_objective(run.objective, **OBJECTIVES[run.objective])
     longest = max(len(one.ids) for one in fixture.sequences)
     fits = learner.layout.pad(longest) // learner.groups.cp_size
     learner.settings = replace(learner.settings, padded=run.padded, max_tokens=int(run.sequences * fits))
     mini_batch = share(fixture.sequences, objective.mean)
+    tokens: dict[str, list[Tensor]] = {}
+    learner.token_dump = lambda _, dumped: tokens.update(dumped)
     metrics = learner.update(mini_batch, objective, step=1)
-    return metrics, whole_gradients(learner), micro_batches(learner, fixture)
+    return Update(metrics, whole_gradients(learner), tokens, micro_batches(learner, fixture))
 
 
 def idle_update(learner: Any, fixture: Fixture) -> None:
@@ -199,16 +214,23 @@ def distances(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], answer:
     }
 
 
-def difference_of(metrics: dict[str, float], gradients: dict[str, Tensor], answer: Answer) -> Difference:
-    expected = answer.metrics | dict.fromkeys(SKIPS, 0.0)
+def difference_of(update: Update, answer: Answer) -> Difference:
+    metrics, expected = update.metrics, answer.metrics | dict.fromkeys(SKIPS, 0.0)
     if metrics.keys() - MACHINE != expected.keys():
         raise AssertionError(f"other metrics: {sorted((metrics.keys() - MACHINE) ^ expected.keys())}")
     others = expected.keys() - {"loss", "grad_norm"}
     return Difference(
         loss=abs(metrics["loss"] - answer.loss) / answer.scale,
         norm=abs(metrics["grad_norm"] - answer.norm) / answer.norm,
-        gradients=distances(gradients, answer.gradients, answer),
+        gradients=distances(update.gradients, answer.gradients, answer),
         metrics={
             name: abs(metrics[name] - expected[name]) / max(1.0, abs(expected[name])) for name in others
         },
+        tokens={name: _furthest(update.tokens[name], wanted) for name, wanted in answer.tokens.items()},
+        micro_batches=update.micro_batches,
     )
+
+
+def _furthest(found: list[Tensor], wanted: list[Tensor]) -> float:
+    here, there = torch.cat(found).double(), torch.cat(wanted)
+    return float(((here - there).abs() / there.abs().clamp(min=1.0)).max())

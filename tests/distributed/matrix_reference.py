@@ -42,6 +42,8 @@ class Answer:
     gradients: dict[str, Tensor]
     nearest: float
     """Smallest |expm1(log w) - bound|."""
+    tokens: dict[str, list[Tensor]] = field(default_factory=dict)
+    """[n] per sequence, 0 off the mask: what `--dump-tokens` writes."""
     counts: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -153,9 +155,12 @@ def answer(model: PlainModel, rows: Sequence[Row], name: str, gate: Mapping[str,
     for one in model.weights.values():
         one.grad = None
     seen: dict[str, list[Tensor]] = {}
+    dumped: dict[str, list[Tensor]] = {name: [] for name in ("policy_logprobs", "log_weight", "keep")}
     loss, scale, nearest = 0.0, 0.0, math.inf
     for row in rows:
         mask, length = row["mask"], int(row["mask"].sum())
+        for spread in dumped.values():
+            spread.append(torch.zeros(len(mask), dtype=torch.float64))
         if not length:
             continue
         scores = model.logits(row["ids"])[:-1].log_softmax(-1)
@@ -186,6 +191,9 @@ def answer(model: PlainModel, rows: Sequence[Row], name: str, gate: Mapping[str,
             }
             for key, value in parts.items():
                 seen.setdefault(key, []).append(value)
+            for key, value in {"policy_logprobs": policy, "keep": ~(below | above), **parts}.items():
+                if key in dumped:
+                    dumped[key][-1][mask] = value.double()
             nearest = min(nearest, float(torch.stack([excess - low, excess - high]).abs().min()))
         terms = slope * policy
         terms.sum().backward()
@@ -195,7 +203,7 @@ def answer(model: PlainModel, rows: Sequence[Row], name: str, gate: Mapping[str,
         key: torch.zeros_like(one) if one.grad is None else one.grad.clone()
         for key, one in model.weights.items()
     }
-    found = Answer(loss, scale, metrics_of(columns), gradients, nearest)
+    found = Answer(loss, scale, metrics_of(columns), gradients, nearest, dumped)
     found.metrics |= {"loss": loss, "grad_norm": found.norm}
     found.counts = {side: int(columns[side].sum()) for side in ("below", "above")}
     return found
