@@ -12,6 +12,8 @@ import sys
 import threading
 
 PR_SET_PDEATHSIG = 1
+NOT_FOR_US = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""Slurm sends these to every process of a job; the trainer decides when the engine ends."""
 
 
 def die_with_parent(lifeline: int, parent: int) -> None:
@@ -37,6 +39,8 @@ def main(argv: list[str]) -> int:
     for descriptor in (control, weights, lifeline):
         os.set_inheritable(descriptor, False)
     die_with_parent(lifeline, parent)
+    for number in NOT_FOR_US:
+        signal.signal(number, signal.SIG_IGN)
     from pnpo_megatron.rollout.vllm_worker import run
 
     return run(control, weights)

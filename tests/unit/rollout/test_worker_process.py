@@ -91,6 +91,26 @@ def test_a_killed_trainer_takes_the_worker_with_it_and_leaves_no_shared_memory(t
     assert not [name for name in set(os.listdir("/dev/shm")) - before if "pnpo" in name]
 
 
+def test_signals_to_the_whole_job_do_not_end_the_worker(tmp_path: Path) -> None:
+    """TRAPS H38: Slurm's warning before the time limit goes to every process of a job, the engine's too."""
+    worker = """
+import os, signal, sys, types
+engine = types.ModuleType("pnpo_megatron.rollout.vllm_worker")
+engine.run = lambda control, weights: [os.kill(os.getpid(), n) for n in (signal.SIGUSR1, signal.SIGTERM)] and 3
+sys.modules[engine.__name__] = engine
+from pnpo_megatron.rollout.worker_main import main
+sys.exit(main([*sys.argv[1:4], str(os.getppid())]))
+"""
+    lifeline, ours = os.pipe()
+    command = [sys.executable, "-c", worker, str(lifeline), str(lifeline), str(lifeline)]
+    try:
+        finished = subprocess.run(command, pass_fds=[lifeline], timeout=60, check=False, start_new_session=True)
+    finally:
+        os.close(lifeline)
+        os.close(ours)
+    assert finished.returncode == 3, "it lived to return what the engine returned"
+
+
 def test_an_engine_that_does_not_start_in_time_is_an_error_that_says_so(tmp_path: Path) -> None:
     with make_sampler(save_qwen2(tmp_path, 1), start_timeout_s=0.1) as sampler:
         with pytest.raises(RolloutError, match=r"waited for the engine to start \(0.1 s, start_timeout_s"):
