@@ -15,36 +15,51 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "scripts").rglob("*.s*h")) + sorted((ROOT / "scripts" / "slurm").glob("*.sbatch"))
 
-# Two tasks; as with --kill-on-bad-exit=1 a task that fails ends the other, and the highest code wins.
+# Two tasks in process groups of their own; the highest code wins. `scancel` ends them.
 SRUN = """#!/usr/bin/env bash
 echo "$@" >> "$STUB_LOG/srun"
 while [[ $1 == -* ]]; do shift; done
-export SLURM_NTASKS=2
+export SLURM_NTASKS=2 SLURM_STEP_ID=0 SLURM_STEP_TASKS_PER_NODE='2'
 for task in 0 1; do
-    SLURM_PROCID=$task SLURM_LOCALID=$task "$@" & pids+=($!)
+    SLURM_PROCID=$task SLURM_LOCALID=$task setsid "$@" & pids+=($!)
 done
+echo "${pids[@]}" > "$STUB_LOG/groups"
 code=0
 for _ in 0 1; do
-    status=0; wait -n || status=$?
+    status=0; wait -n -p ended || status=$?
+    rank=0; [ "$ended" = "${pids[1]}" ] && rank=1
     (( status > code )) && code=$status
-    (( status )) && kill "${pids[@]}" 2>/dev/null
+    (( status )) && echo "srun: error: n$rank: task $rank: Exited with exit code $status" >&2
 done
 exit "$code"
 """
 # Rank 0 ends as told; rank 1 would go on for a long time unless rank 0 ends well.
 TRAINER = """#!/usr/bin/env bash
-env | grep -E '^(RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT)=' > "$STUB_LOG/rank_$RANK"
+env | grep -E '^(RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|NCCL_.*)=' > "$STUB_LOG/rank_$RANK"
 echo "$$ $*" >> "$STUB_LOG/trainer"
 if [ -n "${STUB_EXIT_FILE:-}" ] && [ "$RANK" = 0 ]; then
-    mkdir -p run; echo "$STUB_EXIT_FILE" > run/exit_code
+    mkdir -p "${STUB_RUN:-run}"; echo "$STUB_EXIT_FILE" > "${STUB_RUN:-run}/exit_code"
 fi
 if [ "$RANK" = 1 ] && [ "$STUB_CODE" != 0 ]; then exec sleep 60; fi
 exit "$STUB_CODE"
 """
 SCONTROL = """#!/usr/bin/env bash
 echo "$@" >> "$STUB_LOG/scontrol"
-if [ "$1" = show ]; then [ -z "${STUB_NO_HOSTS:-}" ] && printf 'n1\\nn2\\n'; fi
+case "$1 $2" in
+"show hostnames") [ -z "${STUB_NO_HOSTS:-}" ] && printf 'n1\\nn2\\n' ;;
+"show node") echo "NodeName=n1 NodeAddr=10.0.0.1 State=IDLE" ;;
+"show job") echo "JobId=61234 JobState=${STUB_STATE:-RUNNING} Reason=None" ;;
+esac
 """
+SCANCEL = """#!/usr/bin/env bash
+echo "$@" >> "$STUB_LOG/scancel"
+read -ra pids < "$STUB_LOG/groups"
+kill -KILL -- "${pids[@]/#/-}" 2> /dev/null
+"""
+SQUEUE = """#!/usr/bin/env bash
+echo '61234.0 train'; echo '61234.batch batch'
+"""
+STUBS = {"srun": SRUN, "pnpo-megatron": TRAINER, "scontrol": SCONTROL, "scancel": SCANCEL, "squeue": SQUEUE}
 
 
 @pytest.fixture
@@ -57,7 +72,7 @@ def job(tmp_path):
     (tmp_path / "config.toml").write_text('[run]\nfolder = "run"\n')
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     (commands / "python").symlink_to(sys.executable)
-    for name, text in {"srun": SRUN, "pnpo-megatron": TRAINER, "scontrol": SCONTROL}.items():
+    for name, text in STUBS.items():
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
 
@@ -66,7 +81,7 @@ def job(tmp_path):
             "PATH": f"{commands}:/usr/bin:/bin", "HOME": str(tmp_path),
             "STUB_LOG": str(notes), "STUB_CODE": str(code),
             "PNPO_VENV": str(tmp_path / "venv"), "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "61234",
-            "SLURM_JOB_NODELIST": "n[1-2]", **more,
+            "SLURM_JOB_NODELIST": "n[1-2]", "PNPO_GRACE_S": "1", **more,
         }
         # Slurm runs a copy of the script from its spool folder, so its own path says nothing.
         copy = tmp_path / "spooled"
@@ -78,8 +93,11 @@ def job(tmp_path):
 
 
 def trainers_left(notes: Path) -> list[int]:
-    """Process ids of stub trainers that still run."""
+    """Process ids of stub trainers that still run 5 s later."""
     pids = [int(line.split()[0]) for line in (notes / "trainer").read_text().splitlines()]
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and any(Path(f"/proc/{pid}").exists() for pid in pids):
+        time.sleep(0.05)
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
@@ -89,7 +107,7 @@ def test_h38_a_failing_rank_is_the_job_s_exit_code_and_leaves_no_process(job):
     result = run(code=7, STUB_EXIT_FILE="7")
     assert (result.returncode, trainers_left(notes)) == (7, []), result.stderr
     assert time.monotonic() - start < 10
-    assert "--kill-on-bad-exit=1" in (notes / "srun").read_text()
+    assert (notes / "scancel").read_text() == "--signal=KILL 61234.0\n"
 
 
 def test_h38_a_run_that_ends_well_ends_the_job_well(job):
@@ -119,7 +137,7 @@ def test_the_ranks_get_torch_s_names_and_one_rendezvous(job):
     for rank in "01":
         seen = dict(line.split("=") for line in (notes / f"rank_{rank}").read_text().splitlines())
         assert seen == {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2",
-                        "MASTER_ADDR": "n1", "MASTER_PORT": "21234"}
+                        "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "11234"}
 
 
 def test_a_run_that_stopped_with_a_checkpoint_is_requeued(job):
@@ -149,11 +167,36 @@ def test_an_exit_code_file_of_an_earlier_start_is_not_believed(job, tmp_path):
 
 def test_a_run_folder_given_as_an_override_is_where_the_exit_code_is_read(job, tmp_path):
     run, notes = job
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "exit_code").write_text("75\n")
-    os.utime(other / "exit_code", (2**31, 2**31))
-    assert run("config.toml", f"--run.folder={other}", code=7).returncode == 75
+    result = run("config.toml", "--run.folder=other", code=7, STUB_EXIT_FILE="75", STUB_RUN="other")
+    assert result.returncode == 75, "rank 0 wrote 75: the run is whole, whatever a rank did while it left"
+
+
+@pytest.mark.parametrize(("environment", "requeued"), [
+    ({"STUB_STATE": "CANCELLED"}, False),
+    ({"PNPO_REQUEUE_CODES": "75 7"}, True),
+])
+def test_a_cancelled_job_stays_away_and_other_codes_come_back_on_request(job, environment, requeued):
+    run, notes = job
+    code = 7 if requeued else 75
+    assert run(code=code, **environment).returncode == code
+    assert ("requeue 61234" in (notes / "scontrol").read_text()) == requeued
+
+
+def test_a_container_gets_the_repository_the_logs_and_the_mounts(job, tmp_path):
+    run, notes = job
+    run(PNPO_CONTAINER="nvcr.io#pnpo:1", PNPO_MOUNTS="/data:/data", PNPO_VENV="/nowhere", SLURM_CPUS_PER_TASK="8")
+    words = (notes / "srun").read_text().split()
+    logs = tmp_path / "slurm-logs" / "job-61234.0"
+    assert {"--container-image=nvcr.io#pnpo:1", f"--container-workdir={tmp_path}", "--cpus-per-task=8",
+            f"--container-mounts={tmp_path}:{tmp_path},{logs}:{logs},/data:/data"} <= set(words)
+
+
+def test_the_site_s_own_settings_reach_every_rank(job, tmp_path):
+    run, notes = job
+    (tmp_path / "site.sh").write_text("export NCCL_SOCKET_IFNAME=ib0\n")
+    run(PNPO_SITE=str(tmp_path / "site.sh"))
+    assert "NCCL_SOCKET_IFNAME=ib0" in (notes / "rank_1").read_text()
+    assert run(PNPO_SITE="nowhere.sh").returncode == 2
 
 
 def test_one_gpu_a_task_is_refused_with_the_reason(job):
@@ -188,8 +231,9 @@ def test_h38_sbatch_lines_come_before_any_command(path):
     assert any(line.startswith("#SBATCH") for line in lines)
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_h38_shellcheck_is_clean():
-    command = ["shellcheck", "-x", "-f", "json", *map(str, SCRIPTS), str(ROOT / ".ci" / "run")]
+    shellcheck = shutil.which("shellcheck", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    assert shellcheck, "requirements/dev.txt installs it"
+    command = [shellcheck, "-x", "-f", "json", *map(str, SCRIPTS), str(ROOT / ".ci" / "run")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert json.loads(result.stdout) == []
