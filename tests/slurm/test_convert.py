@@ -1,4 +1,4 @@
-"""The batch script of the converters: which tool runs, with which options, and whose exit code the job has."""
+"""The batch script of the converters: which tool runs, with which options, and whose exit code counts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ exit 7
 
 @pytest.fixture
 def job(tmp_path):
-    """Runs the script as Slurm would, with stubs for python and srun; the process and what the stub was given."""
+    """Runs the script as Slurm would, with stubs for python and srun; the process and the stubs' arguments."""
     commands, log = tmp_path / "bin", tmp_path / "log"
     (tmp_path / "venv" / "bin").mkdir(parents=True)
     (tmp_path / "venv" / "bin" / "activate").write_text("")
