@@ -17,7 +17,7 @@ exit 7
 
 @pytest.fixture
 def job(tmp_path):
-    """Runs the script as Slurm would, with stubs for python and srun; the process and the stubs' arguments."""
+    """Runs the script as Slurm would, with stubs for python and srun; the process and the stubs' notes."""
     commands, log = tmp_path / "bin", tmp_path / "log"
     (tmp_path / "venv" / "bin").mkdir(parents=True)
     (tmp_path / "venv" / "bin" / "activate").write_text("")
