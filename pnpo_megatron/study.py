@@ -42,7 +42,7 @@ from pnpo_megatron.analysis.compare import markdown, run_result, write_results
 from pnpo_megatron.analysis.report import flatten
 from pnpo_megatron.config import Config, load_config
 from pnpo_megatron.errors import ConfigError, RolloutError, TrainingFaultError
-from pnpo_megatron.resume import RunState, newest_checkpoint
+from pnpo_megatron.resume import is_complete
 
 KEYS = {"config", "folder", "updates", "evaluate_every", "seeds", "settings"}
 OPTIONAL = {"common", "grid", "baseline", "processes"}
@@ -61,8 +61,7 @@ class Cell:
     @property
     def finished(self) -> bool:
         """The checkpoint of the last step is written after its evaluation."""
-        newest = newest_checkpoint(self.config.run.folder)
-        return newest is not None and RunState.read(newest).step >= self.config.steps
+        return is_complete(self.config.run.folder, self.config.steps)
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,11 @@ def _flags(values: dict[str, Any]) -> list[str]:
 
 def compare_study(path: Path, *, worker: bool = False) -> bool:
     """Run what is left of the study, then write its table and page; False when a signal ended it early."""
+    from pnpo_megatron.checkpoints import Start
+
     study = read_study(path)
+    for cell in study.cells:
+        Start().check(cell.config)  # a folder begun with other settings must not end up in the table
     study.folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pnpo_megatron", "compare", str(path), "--worker"]
     others = [subprocess.Popen(command) for _ in range(0 if worker else study.processes - 1)]
@@ -223,7 +226,6 @@ class Engines:
         from pnpo_megatron.run import Run
 
         config, fault = cell.config, cell.config.run.folder / "fault"
-        _refuse_other_settings(cell)
         inputs = build.read_inputs(config)
         key = json.dumps(
             [config.model_dump(mode="json")[section] for section in ENGINE]
@@ -250,23 +252,6 @@ class Engines:
             release_parallel()
             for number in (signal.SIGTERM, signal.SIGUSR1):
                 signal.signal(number, signal.SIG_DFL)  # the run's own handler would now wait for nothing
-
-
-def _refuse_other_settings(cell: Cell) -> None:
-    """A run folder of other settings must not end up in the table; more steps are fine."""
-    path = cell.config.run.folder / "config.toml"
-    if newest_checkpoint(cell.config.run.folder) is None or not path.is_file():
-        return
-    old, new = (
-        dict(flatten(tomllib.loads(text)))
-        for text in (path.read_text(encoding="utf-8"), cell.config.to_toml())
-    )
-    changed = sorted(
-        key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key != "steps"
-    )
-    if changed:
-        raise ConfigError(f"{cell.config.run.folder} was begun with another {', '.join(changed)}; "
-                          "remove it, or give the study another folder")  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

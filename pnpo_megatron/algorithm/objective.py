@@ -117,9 +117,10 @@ def token_slope(
             kept_i; `renormalising_factor` is what is then left, and is known once all tokens are.
     """
     if objective.renormalise:
-        terms = replace(terms, accepted=stats.suffix_sums((terms.keep & mask).to(stats.token.dtype))[1])
+        _, accepted = stats.suffix_sums((terms.keep & mask).to(stats.token.dtype))
+        terms = replace(terms, accepted=accepted)
         if objective.mean == "response":
-            scale = scale * (stats.length / terms.accepted.clamp(min=1)).to(scale.dtype)
+            scale = scale * (stats.length / accepted.clamp(min=1)).to(scale.dtype)
     if objective.score == "token":
         return terms, loss_slope(terms, scale, mask, out)
     coefficients = zero_outside_(terms.weight.clone(), terms.keep & mask)

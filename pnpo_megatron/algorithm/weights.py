@@ -75,7 +75,7 @@ def resolve_weight(weight: str | Weight, alpha: float | None = None) -> Weight:
             f'objective.alpha = {alpha}: weight = "{TEMPERED}", and no other, needs one in [0, 1]; 0 is the '
             f"cumulative ratio, 1 is PNPO's prefix mean. Here weight = {weight!r}"
         )
-    if tempered:
+    if alpha is not None:
         return partial(tempered_prefix, alpha=alpha)
     if not isinstance(weight, str):
         return weight

@@ -163,7 +163,7 @@ def headings(results: Mapping[str, Any]) -> list[str]:
 
 def markdown(results: Mapping[str, Any]) -> str:
     """The table for a document."""
-    rows = [headings(results), ["---"] * len(HEADER), *rows_of(results)]
+    rows: list[list[Any]] = [headings(results), ["---"] * len(HEADER), *rows_of(results)]
     return "".join(
         "| " + " | ".join("-" if cell is None else str(cell) for cell in row) + " |\n" for row in rows
     )
@@ -175,16 +175,13 @@ def figures(results: Mapping[str, Any]) -> list[str]:
     def lines(scale: Callable[[Run], float]) -> list[Line]:
         return [_course(color, runs, scale) for color, runs in enumerate(grouped(results).values()) if runs]
 
-    drawn = [
-        ("updates", lambda run: 1.0),
-        ("responses sampled", lambda run: run["responses"] / max(run["updates"], 1)),
-    ]  # type: list[tuple[str, Callable[[Run], float]]]
+    def figure(x: str, scale: Callable[[Run], float]) -> str:
+        plot = plots.line_plot(x.replace(" ", "-"), lines(scale), x=x, y="score", marker="o")
+        return page.figure(f"Mean score over seeds against {x}; band: standard deviation over seeds", plot)
+
     return [
-        page.figure(
-            f"Mean score over seeds against {x}; band: standard deviation over seeds",
-            plots.line_plot(f"course{index}", lines(scale), x=x, y="score", marker="o"),
-        )
-        for index, (x, scale) in enumerate(drawn)
+        figure("updates", lambda run: 1.0),
+        figure("responses sampled", lambda run: run["responses"] / max(run["updates"], 1)),
     ]
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import statistics
+import threading
+import time
 
 import pytest
 import torch
 
 from pnpo_megatron.algorithm.presets import make_objective
-from pnpo_megatron.errors import TrainingFaultError
+from pnpo_megatron.errors import RolloutError, TrainingFaultError
 from pnpo_megatron.loop import START, Parts, Plan, train
+from pnpo_megatron.rollout.ahead import Ahead
 from pnpo_megatron.types import RolloutBatch, SequenceRecord, TrainSequence
 
 GROUPS, GROUP_SIZE, EPOCHS = 4, 2, 3
@@ -73,6 +78,7 @@ def run(learner, plan, stop_after=None, start=START, stop_at_update=None, positi
         learner=learner,
         objective=make_objective(name="pnpo"),
         collect=lambda step: (make_batch(step), {"reward/mean": float(step)}),
+        begin=lambda step: calls.append(("begin", step)),
         compare=lambda batch: {"mismatch/mean": 0.0},
         sync=sync,
         log=lambda step, epoch, update, metrics: rows.append((step, epoch, update, dict(metrics))),
@@ -183,3 +189,129 @@ def test_a_run_resumed_inside_a_batch_makes_the_updates_that_are_left_and_no_oth
 def test_updates_that_are_not_finite_are_counted_over_the_end_of_a_batch():
     with pytest.raises(TrainingFaultError, match="8 updates in a row"):
         run(FakeLearner(not_finite=True), dataclasses.replace(PLAN, max_skipped=8))
+
+
+class RejectingLearner(FakeLearner):
+    """Rejects more at every update of a batch: 0, 0.1, 0.2, ..."""
+
+    def update(self, mini_batch, objective, *, step):
+        lag = sum(seen == step for seen, _ in self.seen)
+        return super().update(mini_batch, objective, step=step) | {"gate/rejected_fraction": lag / 10}
+
+
+@pytest.mark.parametrize(("limit", "made"), [(0.05, 2), (0.2, 4), (0.39, 5), (0.9, 6)])
+def test_a_batch_is_left_after_the_update_that_rejects_too_much_and_the_updates_saved_are_said(limit, made):
+    last, calls, rows = run(RejectingLearner(), dataclasses.replace(PLAN, stop_rejected=limit))
+    assert last == 2 and [row[2] for row in rows] == list(range(1, 2 * made + 1))
+    assert [call for call in calls if call[0] == "finish"] == [(("finish"), 0, 0), ("finish", 1, made),
+                                                               ("finish", 2, 2 * made)]  # fmt: skip
+    said = [row[3] for row in rows if "epochs/taken" in row[3]]
+    assert said == [rows[made - 1][3], rows[-1][3]]
+    assert all(row["epochs/taken"] == made / 2 and row["epochs/updates_saved"] == 6 - made for row in said)
+
+
+def test_a_run_resumed_inside_a_batch_leaves_it_at_the_same_update():
+    plan, positions = dataclasses.replace(PLAN, stop_rejected=0.2), []
+    _, _, whole = run(RejectingLearner(), plan, positions=positions)
+    assert [at.made for at in positions] == [1, 2, 3] * 2, (
+        "nothing is saved between leaving and the step's end"
+    )
+    for at in positions:
+        learner = RejectingLearner()
+        learner.seen = [(at.step + 1, None)] * at.made
+        _, _, rows = run(learner, plan, start=at)
+        again = [(row[:3], row[3]["lag"], row[3].get("epochs/taken")) for row in rows]
+        assert again == [(row[:3], row[3]["lag"], row[3].get("epochs/taken")) for row in whole[at.update :]]
+
+
+def test_without_a_limit_nothing_is_left_and_nothing_said():
+    _, _, rows = run(RejectingLearner(), PLAN)
+    assert len(rows) == 12 and not any("epochs/taken" in row[3] for row in rows)
+
+
+def test_the_next_batch_is_begun_before_the_updates_and_waited_for_before_the_sync():
+    learner = FakeLearner()
+    _, calls, _ = run(learner, dataclasses.replace(PLAN, max_lag=1, steps=3))
+    assert [call for call in calls if call[0] != "finish"] == [
+        ("sync", 0), ("begin", 2), ("sync", 1), ("begin", 3), ("sync", 2), ("sync", 3)
+    ]  # fmt: skip
+
+
+@dataclasses.dataclass
+class Sleeper(FakeLearner):
+    """A learner of `seconds` an update batch, beside an engine that sleeps in `Ahead`'s thread."""
+
+    seconds: float = 0.0
+
+    def __post_init__(self):
+        FakeLearner.__init__(self)
+
+    def update(self, mini_batch, objective, *, step):
+        time.sleep(self.seconds / (EPOCHS * 2))
+        return super().update(mini_batch, objective, step=step)
+
+
+def overlapped(generate_s: float, update_s: float, steps: int):
+    """Seconds of each step, the batches' versions and lags, and the greatest number of users of the engine."""
+    learner, ahead = Sleeper(update_s), Ahead(60.0)
+    version, users, most, versions, ends, rows = 0, 0, 0, [], [time.monotonic()], []
+
+    def sample(step):
+        nonlocal users, most
+        users += 1
+        most = max(most, users)
+        time.sleep(generate_s)
+        users -= 1
+        batch = make_batch(step)
+        return dataclasses.replace(
+            batch, records=tuple(dataclasses.replace(r, version=version) for r in batch.records)
+        )
+
+    def collect(step):
+        batch = ahead.take(step) or sample(step)
+        versions.append(batch.records[0].version)
+        return batch, {}
+
+    def sync(step):
+        nonlocal version
+        ahead.wait()
+        assert users == 0, "weights never change under a request"
+        version = step
+        ends.append(time.monotonic())
+        return {}
+
+    parts = Parts(
+        learner=learner, objective=make_objective(name="pnpo"), collect=collect,
+        begin=lambda step: ahead.begin(step, lambda: sample(step)), compare=lambda batch: {}, sync=sync,
+        log=lambda step, epoch, update, metrics: rows.append((step, metrics["lag"])),
+        finish_update=lambda at: False, finish_step=lambda step, update: False,
+    )  # fmt: skip
+    train(dataclasses.replace(PLAN, steps=steps, max_lag=1, learner_scores_old=False), parts)
+    ahead.close()
+    return [b - a for a, b in itertools.pairwise(ends[2:])], versions, rows, most
+
+
+@pytest.mark.parametrize(("generate_s", "update_s"), [(0.6, 0.3), (0.3, 0.6), (0.5, 0.5)])
+def test_with_a_lag_of_one_a_step_takes_the_longer_of_generation_and_update(generate_s, update_s):
+    seconds, versions, rows, most = overlapped(generate_s, update_s, steps=5)
+    assert statistics.median(seconds) <= 1.1 * max(generate_s, update_s)
+    assert versions == [0, 0, 1, 2, 3], "every response's version is at least step - 1 - max_lag"
+    first_lags = [next(lag for at, lag in rows if at == step) for step in range(1, 6)]
+    assert first_lags == [0] + [EPOCHS * 2] * 4, "a stale batch lags by the updates of the one before"
+    assert most == 1
+
+
+def test_what_fails_in_the_thread_fails_the_step_and_a_late_batch_is_named():
+    ahead = Ahead(0.2)
+    ahead.begin(3, lambda: [][0])
+    with pytest.raises(IndexError):
+        ahead.take(3)
+    ahead.close()
+    late = Ahead(0.05)
+    gone = threading.Event()
+    late.begin(4, lambda: gone.wait(20))
+    assert late.take(5) is None
+    with pytest.raises(RolloutError, match=r"step 4: no whole batch after 0.05 s"):
+        late.take(4)
+    gone.set()
+    late.close()
