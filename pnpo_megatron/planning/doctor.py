@@ -117,7 +117,7 @@ def show_plan(job: Job, console: Console | None = None) -> None:
     time = predict(job)
     console.print(
         f"step, predicted: {time.total:.0f} s = generate {time.generate:.0f} + reward {time.reward:.0f} "
-        f"+ old log-probs {time.logprobs:.0f} + {job.epochs} epochs {time.update:.0f} + sync {time.sync:.0f}; "
+        f"+ log-probs {time.logprobs:.0f} + {job.epochs} epochs {time.update:.0f} + sync {time.sync:.0f}; "
         f"engines of {job.engine_tensor} GPUs everywhere (generation with a single engine: "
         f"{time.one_engine:.0f} s)"
     )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pnpo_megatron.policy.cpu_adam import CpuFusedAdam
+from pnpo_megatron.policy import plain_adam
 
 _CPU = torch.device("cpu")
 _installed = False
@@ -126,17 +126,7 @@ def _megatron_patches() -> None:
     """Faults of Megatron-Core 0.16.1 that show only without TransformerEngine."""
     jit = importlib.import_module("megatron.core.jit")
     jit.disable_jit_fuser()  # torch.compile is slower than what it saves here, and needs a compiler
-    optimizer = importlib.import_module("megatron.core.optimizer")
-    distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
-    for module in (optimizer, distributed):
-        setattr(module, "Adam", CpuFusedAdam)  # noqa: B010 - a module attribute mypy does not know
-    # The GPU code path of the distributed optimizer: see cpu_adam.py.
-    vars(optimizer)["USING_PYTORCH_OPTIMIZER"] = False
-    vars(distributed).update(HAVE_APEX_OR_TE=True, USING_APEX_OPTIMIZER=True)
-    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    # moe_utils.py:1192 tests a name that line 34 defines only where TransformerEngine is installed.
-    if not hasattr(moe_utils, "te_general_gemm"):
-        vars(moe_utils)["te_general_gemm"] = None
+    plain_adam.install()
     # moe_utils.py:1093 turns only CUDA tensors into the numpy split sizes that all_to_all needs.
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     vars(dispatcher)["maybe_move_tensor_to_cpu"] = _split_sizes

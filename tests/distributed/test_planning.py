@@ -17,6 +17,8 @@ from pnpo_megatron.planning.activations import Modules, saved_bytes
 from pnpo_megatron.planning.shards import StateBytes, chunks_of, state_bytes
 from pnpo_megatron.planning.traffic import micro_batch_traffic, update_traffic
 
+pytestmark = pytest.mark.slow
+
 DENSE: dict[str, dict[str, Any]] = {
     "TP2": {"tensor": 2},
     "TP2+SP": {"tensor": 2, "sequence": True},
@@ -44,7 +46,7 @@ def measured(process_server: Any, tmp_path_factory: pytest.TempPathFactory) -> d
     experts = save_hf_model(make_hf_model("qwen3_moe", num_hidden_layers=2), folder / "experts")
     cases = {**{name: (dense, one) for name, one in DENSE.items()}}
     cases |= {name: (experts, one) for name, one in EXPERTS.items()}
-    ranks = run_on_ranks(process_server, measure_all, 2, (cases,), 170.0)
+    ranks = run_on_ranks(process_server, measure_all, 2, (cases,), 900.0)
     return {name: (*cases[name], [rank[name] for rank in ranks]) for name in cases}
 
 

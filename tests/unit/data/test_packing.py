@@ -169,3 +169,17 @@ def test_a_correction_reaches_its_token_whatever_the_split():
                     packed = pack(flat, part, Layout(10**4, context_size=context), zigzag(context, rank))
                     found += packed.advantages[packed.response_mask].tolist()
             assert sorted(found) == pytest.approx(sorted(wanted))
+
+
+def test_padding_and_waiting_stay_under_three_percent_on_a_heavy_tail():
+    """512 log-normal lengths up to 15,360 (bench/packing.py has the table), over data, context and tensor splits."""
+    draw = random.Random(1)
+    lengths = [150 + min(15_360, max(16, round(draw.lognormvariate(7.8, 1.2)))) for _ in range(512)]
+    for data, context, tensor in ((32, 1, 1), (16, 2, 1), (8, 2, 2), (4, 8, 1)):
+        layout = Layout(16_384 // context, data, context, tensor)
+        plan = plan_micro_batches(lengths, layout)
+        loads = [[sum(layout.pad(lengths[row]) for row in rows) for rows in rank] for rank in plan]
+        assert max(map(max, loads)) <= layout.capacity
+        padded, fullest = sum(map(sum, loads)), max(map(sum, loads))
+        assert 1 - sum(lengths) / padded < 0.03
+        assert 1 - padded / (fullest * data) < 0.03

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from pnpo_megatron.policy.cpu_adam import CpuFusedAdam
+from pnpo_megatron.policy.plain_adam import PlainAdam
 
 
 def adamw_by_hand(
@@ -28,7 +28,7 @@ def adamw_by_hand(
 def test_adam_equals_the_formula_and_keeps_its_step_in_the_group():
     param = torch.nn.Parameter(torch.randn(50))
     start, gradients = param.detach().clone(), [torch.randn(50) for _ in range(7)]
-    optimizer = CpuFusedAdam(
+    optimizer = PlainAdam(
         [{"params": [param]}, {"params": []}], lr=0.01, betas=(0.9, 0.99), weight_decay=0.1
     )
     for gradient in gradients:
@@ -41,16 +41,16 @@ def test_adam_equals_the_formula_and_keeps_its_step_in_the_group():
 
 
 def test_a_restored_adam_goes_on_bitwise():
-    def run(steps: range, param: torch.nn.Parameter, optimizer: CpuFusedAdam) -> None:
+    def run(steps: range, param: torch.nn.Parameter, optimizer: PlainAdam) -> None:
         for step in steps:
             param.grad = torch.randn(9, generator=torch.Generator().manual_seed(step))
             optimizer.step()
 
     whole = torch.nn.Parameter(torch.ones(9))
-    optimizer = CpuFusedAdam([whole], lr=0.1)
+    optimizer = PlainAdam([whole], lr=0.1)
     run(range(3), whole, optimizer)
     other = torch.nn.Parameter(whole.detach().clone())
-    resumed = CpuFusedAdam([other], lr=0.1)
+    resumed = PlainAdam([other], lr=0.1)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     run(range(3, 6), whole, optimizer)
     run(range(3, 6), other, resumed)
@@ -59,7 +59,7 @@ def test_a_restored_adam_goes_on_bitwise():
 
 def test_adam_without_decoupled_decay_is_refused():
     with pytest.raises(ValueError, match="adam_w_mode = False.*use True"):
-        CpuFusedAdam([torch.nn.Parameter(torch.ones(1))], adam_w_mode=False)
+        PlainAdam([torch.nn.Parameter(torch.ones(1))], adam_w_mode=False)
 
 
 def in_a_new_process(program: str) -> subprocess.CompletedProcess[str]:

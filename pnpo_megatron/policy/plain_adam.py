@@ -1,13 +1,14 @@
-"""AdamW on CPUs with the contract of TransformerEngine's and NVIDIA apex's FusedAdam.
+"""AdamW with the contract of FusedAdam for CPUs, and for GPUs without TransformerEngine and NVIDIA's apex.
 
 Megatron's distributed optimizer has two code paths: one for FusedAdam, where the step count lives in the
 parameter group, and one for torch.optim.AdamW, where every parameter has its own. Measured on 0.16.1, the
 second one shares a single step tensor between all parameters after a load, so each update advances it many
-times. With this class the CPU takes the first path, the one that runs on GPUs.
+times. With this class every machine takes the first path.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 
-class CpuFusedAdam(torch.optim.Optimizer):
+class PlainAdam(torch.optim.Optimizer):
     """AdamW whose ``step`` is an int in the parameter group.
 
     State per parameter: ``exp_avg`` and ``exp_avg_sq``, in the parameter's shape and dtype. A group without
@@ -34,7 +35,7 @@ class CpuFusedAdam(torch.optim.Optimizer):
     ) -> None:
         if not adam_w_mode:
             raise ValueError(
-                "adam_w_mode = False: only decoupled weight decay is supported on CPUs; use True"
+                "adam_w_mode = False: only decoupled weight decay is supported; use True"
             )
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -61,7 +62,7 @@ class CpuFusedAdam(torch.optim.Optimizer):
             [state["exp_avg_sq"] for state in states],
             [],
             # The function adds 1 to each of these; the group's count stays the only one that is kept.
-            [torch.tensor(float(group["step"] - 1)) for _ in params],
+            [torch.tensor(float(group["step"] - 1), device=param.device) for param in params],
             fused=True,
             amsgrad=False,
             beta1=beta1,
@@ -78,3 +79,18 @@ class CpuFusedAdam(torch.optim.Optimizer):
             state["exp_avg"] = torch.zeros_like(param)
             state["exp_avg_sq"] = torch.zeros_like(param)
         return state
+
+
+def install() -> None:
+    """Put `PlainAdam` where Megatron-Core 0.16.1 found no fused Adam; a no-op where it found one."""
+    optimizer = importlib.import_module("megatron.core.optimizer")
+    distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    if not optimizer.USING_PYTORCH_OPTIMIZER:
+        return
+    for module in (optimizer, distributed):
+        vars(module)["Adam"] = PlainAdam
+    vars(optimizer)["USING_PYTORCH_OPTIMIZER"] = False
+    vars(distributed).update(HAVE_APEX_OR_TE=True, USING_APEX_OPTIMIZER=True)
+    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    # moe_utils.py:1192 tests a name that line 34 defines only where TransformerEngine is installed.
+    vars(moe_utils).setdefault("te_general_gemm", None)
