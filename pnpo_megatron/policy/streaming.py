@@ -46,11 +46,11 @@ from torch.overrides import TorchFunctionMode
 
 from pnpo_megatron.convert.architecture import Architecture
 from pnpo_megatron.convert.families import all_rows
-from pnpo_megatron.convert.family import EMBEDDING, Row
+from pnpo_megatron.convert.family import EMBEDDING, HEAD, Row
 from pnpo_megatron.convert.hf_folder import HfFolder
 from pnpo_megatron.convert.stream import fuse, is_table, split
 from pnpo_megatron.errors import ConversionError
-from pnpo_megatron.policy.checkpoint import tensor_list
+from pnpo_megatron.policy.checkpoint import HF_FILES, check_architecture, tensor_list
 from pnpo_megatron.policy.model import build_model
 from pnpo_megatron.policy.process_groups import ParallelSettings
 
@@ -223,6 +223,10 @@ class _Into(dcp.DefaultLoadPlanner):
         """Nothing is left to do: the part is a view."""
 
 
+_WEIGHTS = ("embedding.", "decoder.", "output_layer.", "mtp.")
+"""What a model's keys begin with; the rest of a checkpoint is the optimizer's."""
+
+
 class WeightsReader:
     """The weights in a checkpoint of any layout, one HF tensor at a time.
 
@@ -232,16 +236,16 @@ class WeightsReader:
 
     def __init__(self, folder: Path, arch: Architecture) -> None:
         self.folder, self.arch = folder, arch
+        check_architecture(folder, arch)
         metadata = tensor_list(folder)
         self.stored = {
             key: entry
             for key, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
+            if isinstance(entry, TensorStorageMetadata) and key.startswith(_WEIGHTS)
         }
         if EMBEDDING.megatron not in self.stored:
-            raise ConversionError(
-                f"{folder / '.metadata'} has no {EMBEDDING.megatron}; it is of no language model"
-            )
+            raise ConversionError(f"{folder} has no {EMBEDDING.megatron}: it holds no whole language model")
+        self.chunks: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
         self.reader = dcp.FileSystemReader(folder)
         self.reader.set_up_storage_reader(metadata, is_coordinator=True)
 
@@ -252,10 +256,26 @@ class WeightsReader:
     def tensors(self, dtype: torch.dtype, advance: Advance) -> Iterator[tuple[str, Tensor]]:
         """Every HF tensor in export order, as ``dtype``. Memory: two Megatron parameters."""
         state = blueprint(self.arch, self.dtype())
+        self._refuse_unknown(state)
         for row in all_rows(self.arch):
             for name, tensor in split(row, self._read(state[row.megatron], row), self.arch):
                 yield name, tensor.to(dtype)
                 advance(tensor.numel() * dtype.itemsize)
+
+    def _refuse_unknown(self, state: dict[str, Any]) -> None:
+        """Nothing is dropped in silence: every weight stored must be one of the model's, and of its shape."""
+        wanted = {
+            piece.key: piece.global_shape[is_table(row) :]  # padding may differ
+            for row in all_rows(self.arch)
+            for piece in pieces(state[row.megatron], state[row.megatron].data)
+        }
+        for key, entry in self.stored.items():
+            table = key in (EMBEDDING.megatron, HEAD.megatron)
+            if wanted.get(key) != tuple(entry.size)[table:]:
+                raise ConversionError(
+                    f"{self.folder} holds {key} as {list(entry.size)}; its {HF_FILES}/config.json calls for "
+                    f"{wanted.get(key, 'no such weight')}: use the checkpoint as it was saved"
+                )
 
     def _read(self, base: ShardedTensor | ShardedTensorFactory, row: Row) -> Tensor:
         data = torch.empty_like(base.data, device="cpu")
@@ -273,7 +293,8 @@ class WeightsReader:
         if piece.key not in self.stored:
             return 0
         chunk = _chunk(piece)
-        items = create_read_items_for_chunk_list(piece.key, self.stored[piece.key], [chunk])
+        stored = replace(self.stored[piece.key], chunks=self._near(piece))
+        items = create_read_items_for_chunk_list(piece.key, stored, [chunk])
         try:
             self.reader.read_data(LoadPlan(items), _Into(piece.data.view(chunk.sizes)))
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
@@ -281,3 +302,12 @@ class WeightsReader:
                 f"{self.folder} is damaged at {piece.key}: {error}; copy it again"
             ) from None
         return sum(item.lengths.numel() for item in items)
+
+    def _near(self, piece: ShardedTensor) -> list[ChunkStorageMetadata]:
+        """The stored chunks of the same layer and expert: a key of all experts has tens of thousands."""
+        axes = piece.prepend_axis_num
+        if piece.key not in self.chunks:
+            by_place = self.chunks[piece.key] = {}
+            for chunk in self.stored[piece.key].chunks:
+                by_place.setdefault(tuple(chunk.offsets[:axes]), []).append(chunk)
+        return self.chunks[piece.key].get(tuple(piece.global_offset[:axes]), [])
