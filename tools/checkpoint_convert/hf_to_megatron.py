@@ -43,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # a full disk, say: no traceback helps
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
