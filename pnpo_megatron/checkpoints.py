@@ -1,4 +1,4 @@
-"""Saves a run and goes on with it: which checkpoint, what is in it, and what happens if it cannot be written."""
+"""Saves a run and goes on with it: which checkpoint, what is in it, what happens if it cannot be written."""
 
 from __future__ import annotations
 
@@ -107,7 +107,15 @@ class Checkpoints:
         self._restore_prompts(state, start.allow_change)
         self._store.needed_from = state.step + 1
         batch = RolloutStore(checkpoint).read(state.step + 1, frozen=True) if state.inside else None
-        position = Position(state.step, state.update, state.made, state.lag, state.not_finite, batch)
+        position = Position(
+            step=state.step,
+            update=state.update,
+            made=state.made,
+            lag=state.lag,
+            behind=state.behind,
+            not_finite=state.not_finite,
+            batch=batch,
+        )
         return position, state
 
     def save(
@@ -117,6 +125,7 @@ class Checkpoints:
         flush_metrics: Callable[[], int],
         score: float | None = None,
         wait: bool = False,
+        ahead: str = "",
     ) -> None:
         """Start saving, after the save before it is done; `wait` until it is published.
 
@@ -131,12 +140,14 @@ class Checkpoints:
             update=at.update,
             inside=inside,
             made=at.made if inside else 0,
-            lag=at.lag if inside else 0,
+            lag=at.lag if inside or ahead else 0,
+            behind=at.behind if inside else 0,
+            ahead=ahead,
             not_finite=at.not_finite,
             prompts=self._live.prompts.position,
             metrics_bytes=flush_metrics(),
             score=score,
-            portable=self._is_portable(at, wait),
+            portable=self._is_portable(at),
             config=self._config.flat(),
         )
         try:
@@ -193,11 +204,12 @@ class Checkpoints:
         if not background:
             self.finish()
 
-    def _is_portable(self, at: Position, last: bool) -> bool:
-        """Gathering the optimizer state costs host memory on every rank (GPU.md 14): not at every save."""
+    def _is_portable(self, at: Position) -> bool:
+        """Gathering the optimizer state costs time, and host memory on every rank: not at every save."""
         groups, every = self._live.groups, self._config.checkpoint.portable_every
         alone = groups.dp_size * groups.cp_size == 1 or not self._config.optimizer.distributed
-        return alone or last or (at.batch is None and every > 0 and at.step % every == 0)
+        due = at.step == self._config.steps or (every > 0 and at.step % every == 0)
+        return alone or (at.batch is None and due)
 
     def _failed(self, error: CheckpointError, must: bool) -> None:
         if must or self._config.checkpoint.on_failure == "stop":

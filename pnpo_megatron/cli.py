@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -50,6 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SPEAKING_FAULTS as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"error: {error}; make room, then start the same command again", file=sys.stderr)
+        return FAILED
 
 
 def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -58,10 +65,13 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from pnpo_megatron.run import run_training, write_exit_code
 
     config = load_config(arguments.config, overrides)
+    if int(os.environ.get("RANK", "0")) == 0:
+        (config.run.folder / "exit_code").unlink(missing_ok=True)  # of an earlier start
     try:
         complete = run_training(
             config,
             dump_tokens=arguments.dump_tokens,
+            profile=arguments.profile,
             chosen=arguments.chosen,
             allow_change=arguments.allow_change,
         )
@@ -123,6 +133,9 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         metavar="STEP",
         help="write log-prob, weight and keep of every token of STEP",
+    )
+    train.add_argument(
+        "--profile", type=int, metavar="STEP", help="write a trace of STEP, and a table of where it goes"
     )
     train.add_argument(
         "--from", dest="chosen", default="", metavar="step_NNNNNN", help="go on from this checkpoint"

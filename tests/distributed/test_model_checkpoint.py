@@ -125,3 +125,39 @@ def test_h21_h29_two_ranks_resume_bitwise_and_under_other_layouts(spawn, folder,
     assert (tmp_path / "dp2" / "hf" / "chat_template.jinja").read_text() == (
         folder / "chat_template.jinja"
     ).read_text()
+
+
+class Planted:
+    """What an attacker would put into a pickle."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path("planted"),))
+
+
+def plant(folder: str, work: str) -> dict[str, str]:
+    import os
+    import pickle
+
+    os.chdir(work)
+    from pnpo_megatron.policy.checkpoint import load_checkpoint, save_checkpoint
+
+    run, at = TinyRun(Path(folder), {}), Path(work) / "checkpoint"
+    refused = {}
+    for file in (".metadata", "common.pt"):
+        save_checkpoint(at, run.chunks, run.optimizer, run.groups)
+        if file == ".metadata":
+            (at / file).write_bytes(pickle.dumps(Planted()))
+        else:
+            torch.save({"content_metadata": Planted()}, at / file)
+        try:
+            load_checkpoint(at, run.chunks, run.optimizer, run.groups)
+        except (ConversionError, pickle.UnpicklingError) as error:
+            refused[file] = str(error)
+    return refused
+
+
+def test_nothing_in_a_checkpoint_is_run(spawn, folder, tmp_path):
+    (refused,) = spawn(plant, 1, str(folder), str(tmp_path))
+    assert "pathlib.Path.touch" in refused[".metadata"]
+    assert "Weights only load failed" in refused["common.pt"]
+    assert not (tmp_path / "planted").exists()

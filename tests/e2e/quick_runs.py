@@ -17,10 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from tiny_task import EPOCHS, STEPS, UPDATES_PER_EPOCH, read_metrics, without_times, write_config
+from tiny_task import STEPS, read_metrics, without_times
 
 PROMPTS, GROUP, RESPONSE = 4, 4, 12
-PER_STEP = EPOCHS * UPDATES_PER_EPOCH
 REPLAYED = ("--eval.benchmarks=[]", "--rollout.max_mismatch=100", "--run.silence_s=15")
 
 
@@ -64,11 +63,19 @@ class Launch:
     """One start of a run: its ranks, and their common output."""
 
     def __init__(
-        self, context: Any, config: Path, *flags: str, ranks: int = 1, kill: Kill | None = None, patch: str = ""
+        self,
+        context: Any,
+        config: Path,
+        *flags: str,
+        ranks: int = 1,
+        kill: Kill | None = None,
+        patch: str = "",
     ) -> None:
         """`patch`: ``module:function`` that every rank calls first."""
         self.log = config.with_suffix(".log")
         self.log.write_text("")
+        self.spread_s = 0.0
+        """From the end of the first rank to that of the last."""
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.ranks = []
         for rank in range(ranks):
@@ -76,12 +83,15 @@ class Launch:
             self.ranks.append(context.Process(target=_rank, args=arguments))
             self.ranks[-1].start()
 
-    def wait(self, timeout_s: float = 120.0) -> list[int]:
+    def wait(self, timeout_s: float = 240.0) -> list[int]:
         """Exit codes; negative is the signal. Nothing outlives the call."""
-        deadline = time.monotonic() + timeout_s
-        for process in self.ranks:
-            process.join(max(0.1, deadline - time.monotonic()))
+        deadline, first = time.monotonic() + timeout_s, 0.0
+        while time.monotonic() < deadline and any(process.is_alive() for process in self.ranks):
+            time.sleep(0.05)
+            if not first and not all(process.is_alive() for process in self.ranks):
+                first = time.monotonic()
         late = [rank for rank, process in enumerate(self.ranks) if process.is_alive()]
+        self.spread_s = time.monotonic() - first
         for process in self.ranks:
             process.kill()
             process.join()
@@ -155,8 +165,3 @@ def same_run(ours: Path, theirs: Path) -> None:
         mine = load_file(ours / "hf" / folder.name / "model.safetensors")
         for name, tensor in load_file(folder / "model.safetensors").items():
             assert torch.equal(mine[name], tensor), f"{folder.name}: {name}"
-
-
-def task_config(task: Path, run_folder: Path, *lines: str, steps: int = STEPS) -> Path:
-    """The tiny task's settings; `lines` are ``--section.key=value``, which a caller passes on."""
-    return write_config(task, run_folder, steps)

@@ -52,3 +52,24 @@ def test_every_number_reaches_tensorboard(tmp_path):
     events = loader.EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("gate/rejected_fraction")] == [(1, 0.25), (2, 0.5)]
+
+
+def test_a_file_that_lost_rows_is_named_and_goes_on_after_its_last_whole_row(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"loss": 1.0}\n{"loss": 2.')
+    monitor = Monitor(tmp_path, total_updates=4, resume_at_bytes=500, update=2)
+    monitor.log_update(step=2, epoch=1, update=3, metrics={"loss": 3.0})
+    monitor.close()
+    assert "25 bytes, the checkpoint saw 500" in capsys.readouterr().err
+    assert [row["loss"] for row in rows(tmp_path)] == [1.0, 3.0]
+
+
+def test_tensorboard_forgets_the_updates_that_are_made_again(tmp_path):
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for resumed, loss in ((0, 9.0), (1, 2.0)):
+        monitor = Monitor(tmp_path, total_updates=2, resume_at_bytes=0 if resumed else None, update=resumed)
+        for update in range(resumed + 1, 3):
+            monitor.log_update(step=1, epoch=1, update=update, metrics={"loss": loss})
+        monitor.close()
+    events = loader.EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 9.0), (2, 2.0)]
