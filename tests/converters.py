@@ -9,13 +9,18 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def tool(name: str) -> ModuleType:
-    """One of the scripts as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / "checkpoint_convert" / f"{name}.py")
+def load_script(path: Path) -> ModuleType:
+    """A script as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def tool(name: str) -> ModuleType:
+    """One of the scripts of tools/checkpoint_convert."""
+    return load_script(ROOT / "tools" / "checkpoint_convert" / f"{name}.py")
 
 
 def convert(hf: Path, megatron: Path, *more: str) -> int:

@@ -79,14 +79,18 @@ def make_hf_model(family: str, *, seed: int = 7, **changes: Any) -> PreTrainedMo
     """A float32 model with every tensor random: zero biases and unit norms hide faults."""
     torch.manual_seed(seed)
     config_class, model_class = CLASSES[family]
-    model = model_class(config_class(**{**SHAPE, **EXTRA.get(family, {}), **changes}))
+    return randomise(model_class(config_class(**{**SHAPE, **EXTRA.get(family, {}), **changes}))).eval()
+
+
+def randomise(model: PreTrainedModel) -> PreTrainedModel:
+    """Biases far from 0 and norms far from 1, in place."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0.0, 0.3)
             elif "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model.eval()
+    return model
 
 
 def save_hf_model(model: PreTrainedModel, folder: Path, max_shard_size: str = "5GB") -> Path:

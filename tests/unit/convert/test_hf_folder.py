@@ -133,11 +133,15 @@ def test_h27_folder_and_config_that_disagree_are_refused(tmp_path, change, messa
         HfFolder(folder).check_complete()
 
 
-def test_h25_a_head_beside_a_tied_flag_is_refused(tmp_path):
-    folder = save_hf_model(make_hf_model("qwen2"), tmp_path / "hf")
+@pytest.mark.parametrize(
+    ("tied", "message"),
+    [(False, "tie_word_embeddings = true allows no lm_head"), (True, r"lm_head\.weight is not in")],
+)
+def test_h25_a_flag_flipped_in_the_config_alone_is_refused(tmp_path, tied, message):
+    folder = save_hf_model(make_hf_model("qwen2", tie_word_embeddings=tied), tmp_path / "hf")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    with pytest.raises(ConversionError, match="tie_word_embeddings = true allows no lm_head"):
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": not tied}))
+    with pytest.raises(ConversionError, match=message):
         HfFolder(folder).check_complete()
 
 

@@ -35,13 +35,13 @@ def there_and_back(work: Path, family: str, tied: bool, dtype: str, shard: str) 
 
 
 @pytest.mark.parametrize(("family", "case"), [(family, GRID[5 * i % 8]) for i, family in enumerate(CLASSES)])
-def test_h23_h25_h28_there_and_back_is_byte_equal(tmp_path, family, case):
+def test_h23_h25_h26_h27_h28_there_and_back_is_byte_equal(tmp_path, family, case):
     there_and_back(tmp_path, family, *case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", CLASSES)
-def test_h23_h25_h28_there_and_back_is_byte_equal_in_every_form(tmp_path, family):
+def test_h23_h25_h26_h27_h28_there_and_back_is_byte_equal_in_every_form(tmp_path, family):
     for number, case in enumerate(GRID):
         there_and_back(tmp_path / str(number), family, *case)
 

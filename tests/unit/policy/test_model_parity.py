@@ -3,6 +3,7 @@ head."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hf_models import LLAMA3, hf_logits, make_hf_model, save_hf_model
+from hf_models import LLAMA3, hf_logits, make_hf_model, randomise, save_hf_model
 from packs import pack
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from pnpo_megatron.convert.families import read_architecture
 from pnpo_megatron.convert.hf_folder import HfFolder
 from pnpo_megatron.convert.layouts import Sizes
 from pnpo_megatron.convert.stream import load_hf_weights
@@ -87,6 +90,49 @@ def test_h23_h26_logits_equal_transformers_at_short_and_long_positions(case, gro
     logits = megatron_logits(save_hf_model(reference, tmp_path / "hf"), groups, ids)
     bound = 1e-4 if hasattr(reference.config, "num_experts_per_tok") else 1e-5
     for ours, one in zip(logits, ids, strict=True):
+        torch.testing.assert_close(ours, hf_logits(reference, one), atol=bound, rtol=0)
+
+
+PUBLIC = Path(__file__).resolve().parents[4] / "shared" / "data" / "hf_configs"
+INDEX: dict[str, Any] = json.loads((PUBLIC / "index.json").read_text()) if PUBLIC.is_dir() else {}
+
+
+def shrunk(config: dict[str, Any]) -> dict[str, Any]:
+    """The same switches, spellings and ratios of heads on a model of two layers and a few experts."""
+    heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads")
+    small = {**config, "num_hidden_layers": 2, "vocab_size": 131, "intermediate_size": 48}
+    small |= {"initializer_range": 0.1, "dtype": "float32", "torch_dtype": "float32", "pad_token_id": None}
+    small["num_attention_heads"] = 2 * heads // (kv_heads or heads)
+    if kv_heads is not None:
+        small["num_key_value_heads"] = 2
+    sizes = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+    for key, value in sizes.items():
+        if config.get(key) is not None:
+            small[key] = value
+    if "moe_intermediate_size" in config:
+        small["moe_intermediate_size"] = 24
+    small["hidden_size"] = 8 * small["num_attention_heads"] * (2 if config.get("head_dim") else 1)
+    small.pop("layer_types", None)
+    return small
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INDEX, reason="the public configs are not beside the project (../shared/data)")
+@pytest.mark.parametrize("name", sorted(INDEX))
+def test_h26_every_public_config_that_is_accepted_gives_the_logits_of_transformers(name, groups, tmp_path):
+    config = json.loads((PUBLIC / f"{name}.json").read_text())
+    try:
+        read_architecture(config)
+    except ConversionError:
+        assert "refuse" in (INDEX[name]["expect"], INDEX[name].get("also_ok"))
+        return
+    (tmp_path / "config.json").write_text(json.dumps(shrunk(config)))
+    reference = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), dtype=torch.float32)
+    randomise(reference).eval().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(shrunk(config)))  # in the spelling it was published in
+    ids = [torch.randint(0, 131, (length,)) for length in (9, 600)]
+    bound = 1e-4 if HfFolder(tmp_path).architecture.experts else 1e-5
+    for ours, one in zip(megatron_logits(tmp_path, groups, ids), ids, strict=True):
         torch.testing.assert_close(ours, hf_logits(reference, one), atol=bound, rtol=0)
 
 
