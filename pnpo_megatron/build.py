@@ -24,7 +24,7 @@ from pnpo_megatron.eval.benchmarks import Benchmark, load_benchmark
 from pnpo_megatron.eval.evaluate import check_request
 from pnpo_megatron.parallel.groups import ParallelGroups
 from pnpo_megatron.policy.learner import LearnerSettings, MegatronLearner
-from pnpo_megatron.policy.model import build_model, check_layout
+from pnpo_megatron.policy.model import build_model, check_layout, experts_overrides
 from pnpo_megatron.policy.optimizer import OptimizerSettings
 from pnpo_megatron.policy.process_groups import (
     ParallelSettings,
@@ -132,6 +132,7 @@ def _read_model(config: Config) -> HfFolder:
     folder.check_complete()
     parallel = ParallelSettings(**config.parallel.model_dump())
     check_layout(folder.architecture, parallel)
+    _experts(config, folder.architecture)
     parallel.data_size(int(os.environ.get("WORLD_SIZE", "1")))
     return folder
 
@@ -188,6 +189,8 @@ def build_learner(config: Config, inputs: Inputs, groups: ParallelGroups) -> Meg
         dtype=DTYPES[config.model.dtype],
         recompute=config.model.recompute,
         attention_backend=config.model.attention_backend,
+        **_memory_overrides(config),
+        **_experts(config, inputs.architecture),
         deterministic_mode=config.run.deterministic and torch.cuda.is_available(),
     )
     load_hf_weights(chunks, inputs.folder, groups)
@@ -204,6 +207,19 @@ def build_learner(config: Config, inputs: Inputs, groups: ParallelGroups) -> Meg
             logprob_chunk=config.model.logprob_chunk,
         ),
     )
+
+
+def _experts(config: Config, arch: Architecture) -> dict[str, Any]:
+    return experts_overrides(arch, aux_loss=config.model.moe_aux_loss, replay=config.model.router_replay)
+
+
+def _memory_overrides(config: Config) -> dict[str, Any]:
+    modules = {"recompute_modules": config.model.recompute_modules}
+    fused = config.model.fused_swiglu
+    return {
+        "bias_activation_fusion": torch.cuda.is_available() if fused is None else fused,
+        **(modules if config.model.recompute == "selective" else {}),
+    }
 
 
 def start_sampler(config: Config, inputs: Inputs) -> VllmSampler:

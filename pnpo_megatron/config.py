@@ -57,6 +57,14 @@ class ModelConfig(Section):
     """Hugging Face folder: config.json, safetensors, tokenizer. Code in it is never run."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     recompute: Literal["none", "selective", "full"] = "none"
+    recompute_modules: list[Literal["core_attn", "layernorm", "mlp", "moe"]] = ["core_attn"]
+    """What recompute = "selective" runs again in the backward pass."""
+    fused_swiglu: bool | None = None
+    """Keep three of five MLP activations, compute the others again for backward; None does so on GPUs."""
+    moe_aux_loss: NonNegativeFloat = 0.0
+    """Coefficient of the load-balancing loss of a mixture of experts."""
+    router_replay: bool = False
+    """Send each token to the experts that its old log-probs saw, in all epochs of a batch."""
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
     logprob_chunk: PositiveInt = 1024
     """Tokens that go through the output layer at once; bounds the memory of logits."""
@@ -243,6 +251,8 @@ class OptimizerConfig(Section):
     betas: tuple[float, float] = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
     distributed: bool = True
+    offload: float = Field(0.0, ge=0.0, le=1.0)
+    """Share of the optimizer's state and work that is the host's (GPUs only)."""
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     max_skipped: PositiveInt = 8
@@ -351,6 +361,24 @@ class Config(BaseSettings):
                 f"batching.max_tokens = {self.batching.max_tokens} cannot hold one prompt and response of "
                 f"{longest} tokens over {self.parallel.context} context-parallel ranks; use {needed} or more"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _routes_can_be_replayed(self) -> Self:
+        if not self.model.router_replay:
+            return self
+        problems = {
+            "objective.old_logprobs": self.objective.old_logprobs == "learner" or "learner",
+            "checkpoint.within_batch": self.checkpoint.within_batch == 0 or 0,
+            "model.recompute": self.model.recompute != "full" or self.parallel.pipeline == 1 or "selective",
+        }
+        for key, works in problems.items():
+            if works is not True:
+                section, _, name = key.partition(".")
+                raise ValueError(
+                    f"{key} = {getattr(getattr(self, section), name)!r} with model.router_replay = true: "
+                    f"routes are kept in memory from scoring to the last epoch; use {works!r}"
+                )
         return self
 
     def flat(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class Modules:
     itemsize: int
     recompute: str = "none"
     engine: bool = True
-    """TransformerEngine's modules: norms save their input alone, attention works on packed sequences."""
+    """Kernels of GPUs, TransformerEngine's or torch's: norms save their input alone."""
     fused_swiglu: bool = False
 
 

@@ -16,6 +16,7 @@ from pnpo_megatron.data.partition import Layout, Plan, plan_micro_batches
 from pnpo_megatron.parallel.cp_layout import local_index
 from pnpo_megatron.parallel.groups import ParallelGroups
 from pnpo_megatron.policy.model import hidden_states
+from pnpo_megatron.policy.routing import Routing
 from pnpo_megatron.types import MiniBatch, PackedBatch
 
 
@@ -95,6 +96,7 @@ def run_schedule(
     last_stage: Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Any]],
     *,
     forward_only: bool,
+    routing: Routing | None = None,
 ) -> list[Any]:
     """All micro-batches through Megatron's schedule for this layout: none, 1F1B or interleaved.
 
@@ -104,6 +106,7 @@ def run_schedule(
         groups: the process groups.
         last_stage: micro-batch and hidden states -> (loss, token count, anything), on the last stage only.
         forward_only: no backward pass and no autograd graph.
+        routing: the routers of a mixture of experts, which learn which micro-batch is on its way.
 
     Returns:
         What `last_stage` gave as its third value, one a micro-batch; nothing on the other stages.
@@ -111,7 +114,13 @@ def run_schedule(
 
     def step(batches: Iterator[MicroBatch], chunk: Any, *_: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         micro_batch = next(batches)
-        return hidden_states(chunk, micro_batch.packed), partial(last_stage, micro_batch)
+        index = next(at for at, one in enumerate(chunks) if one is chunk)
+        if routing is not None:
+            routing.before(index, micro_batch.packed, work.flat)
+        hidden = hidden_states(chunk, micro_batch.packed)
+        if routing is not None:
+            routing.after(index, micro_batch.packed)
+        return hidden, partial(last_stage, micro_batch)
 
     schedule = get_forward_backward_func(
         pp_size=groups.pp_size, vp_size=len(chunks) if len(chunks) > 1 else None

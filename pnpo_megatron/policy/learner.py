@@ -45,6 +45,7 @@ from pnpo_megatron.policy.optimizer import (
     set_learning_rate,
     wrap_data_parallel,
 )
+from pnpo_megatron.policy.routing import Routing
 from pnpo_megatron.types import MiniBatch
 
 SKIP_REASONS = (
@@ -100,6 +101,16 @@ class MegatronLearner:
         self.device: torch.device = next(self.chunks[0].parameters()).device
         self.token_dump: TokenDump | None = None
         """Set it to see every token of the updates that follow."""
+        self.routing: Routing | None = None
+        if arch.experts is not None:
+            self.routing = Routing(
+                self.chunks,
+                groups,
+                layers=arch.layers,
+                experts=arch.experts.count,
+                split=self.config.sequence_parallel,
+                replay=self.config.moe_enable_routing_replay,
+            )
         for chunk in self.chunks:
             chunk.train()
 
@@ -127,7 +138,13 @@ class MegatronLearner:
             logprobs, _ = self._score(hidden, micro_batch)
             return logprobs.new_zeros(()), torch.zeros((), dtype=torch.int), (micro_batch, logprobs)
 
-        results = run_schedule(self.chunks, work, self.groups, last_stage, forward_only=True)
+        if self.routing is not None:
+            self.routing.record()
+        results = run_schedule(
+            self.chunks, work, self.groups, last_stage, forward_only=True, routing=self.routing
+        )
+        if self.routing is not None:
+            self.routing.keep(mini_batch, work.flat)
         return self._whole(work, results)
 
     def update(self, mini_batch: MiniBatch, objective: Objective, *, step: int) -> dict[str, float]:
@@ -154,6 +171,7 @@ class MegatronLearner:
         return {
             **summarise(total),
             **spread,
+            **(self.routing.metrics() if self.routing is not None else {}),
             "grad_norm": norm,
             "lr": rate,
             "update/skipped": float(reason != 0),
@@ -233,7 +251,13 @@ class MegatronLearner:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        results = run_schedule(self.chunks, work, self.groups, last_stage, forward_only=forward_only)
+        if self.routing is not None:
+            self.routing.use(mini_batch)
+        results = run_schedule(
+            self.chunks, work, self.groups, last_stage, forward_only=forward_only, routing=self.routing
+        )
+        if self.routing is not None:
+            self.routing.release()
         if self.token_dump is not None:
             self.token_dump(mini_batch, self._dumped(work, tokens))
         spread = self._weight_quantiles([log_weights for _, log_weights in results])

@@ -128,6 +128,19 @@ def _shape_fields(arch: Architecture) -> dict[str, Any]:
     }
 
 
+def experts_overrides(arch: Architecture, *, aux_loss: float, replay: bool) -> dict[str, Any]:
+    """Fields of TransformerConfig that settings of a mixture of experts stand for.
+
+    Raises:
+        ConfigError: such a setting, and a model without experts.
+    """
+    if arch.experts is None and (aux_loss or replay):
+        key = "router_replay = true" if replay else f"moe_aux_loss = {aux_loss}"
+        raise ConfigError(f"model.{key}: {arch.family} has no experts; leave it out")
+    balancing = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": aux_loss}
+    return {**(balancing if aux_loss else {}), **({"moe_enable_routing_replay": True} if replay else {})}
+
+
 def _recompute_fields(recompute: str) -> dict[str, Any]:
     choices: dict[str, dict[str, Any]] = {
         "none": {},

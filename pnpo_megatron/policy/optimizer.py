@@ -40,6 +40,8 @@ class OptimizerSettings:
     eps: float = 1e-8
     distributed: bool = True
     """Shard optimizer states over data-parallel ranks."""
+    offload: float = 0.0
+    """Share of the optimizer's state and work that is the host's (GPUs only)."""
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
 
@@ -50,6 +52,10 @@ class OptimizerSettings:
             raise ConfigError(
                 "optimizer.overlap_param_gather = true needs optimizer.distributed and "
                 "optimizer.overlap_grad_reduce; set both to true, or overlap_param_gather to false"
+            )
+        if self.offload and not (self.distributed and torch.cuda.is_available()):
+            raise ConfigError(
+                f"optimizer.offload = {self.offload} needs GPUs and optimizer.distributed = true; use 0"
             )
 
 
@@ -127,9 +133,13 @@ def make_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=settings.distributed,
         overlap_param_gather=settings.overlap_param_gather,
+        optimizer_cpu_offload=settings.offload > 0.0,
+        optimizer_offload_fraction=settings.offload,
+        use_torch_optimizer_for_cpu_offload=settings.offload > 0.0,
     )
     optimizer = get_megatron_optimizer(config, list(chunks))
-    _fill_state(optimizer)
+    if not settings.offload:  # Megatron fills an offloaded state itself
+        _fill_state(optimizer)
     return optimizer
 
 

@@ -12,7 +12,15 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -62,21 +70,37 @@ every = 1
 """
 
 
-def make_task(folder: Path) -> Path:
+SHAPE = {
+    "vocab_size": len(SYMBOLS), "hidden_size": 128, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "tie_word_embeddings": True, "initializer_range": 0.1,
+    "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "tie_word_embeddings": False, "head_dim": 32}
+FAMILIES = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "mixtral": (
+        MixtralConfig,
+        MixtralForCausalLM,
+        {**EXPERTS, "num_local_experts": 4, "sliding_window": None},
+    ),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 48, "norm_topk_prob": True},
+    ),
+}
+
+
+def make_task(folder: Path, family: str = "qwen2") -> Path:
     """Write model, prompts and problems."""
     vocabulary = {symbol: index for index, symbol in enumerate(SYMBOLS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     torch.manual_seed(5)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(SYMBOLS), hidden_size=128, intermediate_size=48, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-            tie_word_embeddings=True, initializer_range=0.1,
-            bos_token_id=None, eos_token_id=1, pad_token_id=0,
-        )
-    )  # fmt: skip
+    config_class, model_class, changes = FAMILIES[family]
+    model = model_class(config_class(**{**SHAPE, **changes}))
     model.save_pretrained(folder / "model")
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"

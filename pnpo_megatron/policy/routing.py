@@ -1,0 +1,155 @@
+"""The routers of a mixture of experts: their load, and the routes of old log-probs, replayed over K epochs.
+
+An update moves weights, and with them the choice of experts of tokens near a tie: their log-ratios jump, and
+the prefix mean carries the jump to every later token. With replay, each token goes to the experts that it
+went to when its old log-probs were computed; gradients still reach the router through the chosen scores.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from torch import Tensor
+
+from pnpo_megatron.data.packing import FlatTokens
+from pnpo_megatron.errors import TrainingFaultError
+from pnpo_megatron.parallel.groups import ParallelGroups
+from pnpo_megatron.parallel.reduce import sum_over
+from pnpo_megatron.types import MiniBatch, PackedBatch
+
+
+@dataclass
+class Routing:
+    """Routers of this rank's model chunks. Methods are collective but for `before` and `after`."""
+
+    chunks: Sequence[torch.nn.Module]
+    groups: ParallelGroups
+    layers: int
+    """Of the whole model."""
+    experts: int
+    split: bool
+    """Tensor-parallel ranks route different tokens (sequence parallelism)."""
+    replay: bool
+    routers: list[list[Any]] = field(init=False)
+    load: Tensor = field(init=False)
+    """[layers, experts] tokens that this rank has sent since the last `use`."""
+    _known: dict[int, tuple[Any, Tensor]] = field(default_factory=dict)
+    """Identity of a sequence's ids -> (the ids, weakly; [n, layers, k] int16 routes on the host)."""
+    _recorded: list[tuple[PackedBatch, int, Tensor]] = field(default_factory=list)
+    _targets: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        RouterReplay.clear_global_router_replay_instances()  # Megatron's list would keep every model alive
+        self.routers = [
+            [one for one in chunk.modules() if isinstance(one, TopKRouter)] for chunk in self.chunks
+        ]
+        device = next(self.chunks[0].parameters()).device
+        self.load = torch.zeros(self.layers, self.experts, device=device)
+        for router in (one for chunk in self.routers for one in chunk):
+            router.register_forward_hook(self._count)
+
+    def record(self) -> None:
+        """The forward passes that follow choose freely, and are remembered by `keep`, if replay is on."""
+        self._recorded.clear()
+        self._act(RouterReplayAction.RECORD)
+
+    def keep(self, mini_batch: MiniBatch, flat: FlatTokens) -> None:
+        """Join what the ranks recorded. One all-reduce of tokens x layers x k int32 over each group."""
+        if not self.replay:
+            return
+        self._act(None)
+        k = self._recorded[0][2].shape[1]
+        routes = torch.zeros(len(flat.ids), self.layers, k, dtype=torch.int32, device=self.load.device)
+        for packed, layer, chosen in self._recorded:
+            place, real = self._places(packed, flat)
+            routes[place[real], layer] = chosen[real].to(routes.dtype)
+        self._recorded.clear()
+        for group in (self.groups.dp_cp, self.groups.tp if self.split else None, self.groups.pp):
+            routes = sum_over(routes, group)
+        parts = routes.to(torch.int16).cpu().split(flat.starts.diff().tolist())
+        self._known = {key: one for key, one in self._known.items() if one[0]() is not None}
+        for sequence, part in zip(mini_batch.sequences, parts, strict=True):
+            self._known[id(sequence.ids)] = (weakref.ref(sequence.ids), part.clone())
+
+    def use(self, mini_batch: MiniBatch) -> None:
+        """Start to count the load; the forward passes that follow take the routes that `keep` knows.
+
+        Raises:
+            TrainingFaultError: a sequence was never scored by this process.
+        """
+        self.load.zero_()
+        if not self.replay:
+            return
+        found = [self._known.get(id(sequence.ids)) for sequence in mini_batch.sequences]
+        if any(one is None for one in found):
+            raise TrainingFaultError(
+                "model.router_replay: this batch's routes are not known; its old log-probs have to be "
+                "computed in the same process"
+            )
+        self._targets = torch.cat([one[1] for one in found if one is not None]).to(self.load.device)
+        self._act(RouterReplayAction.REPLAY_FORWARD)
+
+    def release(self) -> None:
+        """Free choice again."""
+        self._targets = None
+        self._act(None)
+
+    def before(self, chunk: int, packed: PackedBatch, flat: FlatTokens) -> None:
+        """Hand the routes of one micro-batch to the routers of one chunk."""
+        if self._targets is None:
+            return
+        place, real = self._places(packed, flat)
+        k = self._targets.shape[2]
+        spread = torch.arange(len(place), device=place.device)[:, None] + torch.arange(k, device=place.device)
+        for router in self.routers[chunk]:
+            routes = self._targets[place, router.layer_number - 1].long()
+            # Padding has no route: it is dealt out evenly.
+            target = torch.where(real[:, None], routes, spread % self.experts)
+            router.router_replay.clear_indices()
+            router.router_replay.set_target_indices(target)
+
+    def after(self, chunk: int, packed: PackedBatch) -> None:
+        """Take what the routers of one chunk recorded for one micro-batch."""
+        for router in self.routers[chunk]:
+            if self.replay and router.router_replay.router_replay_action == RouterReplayAction.RECORD:
+                chosen = router.router_replay.get_recorded_indices()
+                self._recorded.append((packed, router.layer_number - 1, chosen))
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last update: `moe/max_load`, the busiest expert's tokens over the mean (1 is balanced),
+        averaged over layers, and `moe/idle_experts`, the share of experts that got no token."""
+        load = self.load
+        for group in (self.groups.dp_cp, self.groups.tp if self.split else None, self.groups.pp):
+            load = sum_over(load, group)
+        mean = load.mean(1).clamp(min=1.0)
+        return {
+            "moe/max_load": float((load.amax(1) / mean).mean()),
+            "moe/idle_experts": float((load == 0).float().mean()),
+        }
+
+    def _count(self, router: Any, _: Any, output: tuple[Tensor, Tensor]) -> None:
+        self.load[router.layer_number - 1] += output[1].sum(0)
+
+    def _act(self, action: RouterReplayAction | None) -> None:
+        for router in (one for chunk in self.routers for one in chunk):
+            if self.replay:
+                router.router_replay.set_router_replay_action(action)
+
+    def _places(self, packed: PackedBatch, flat: FlatTokens) -> tuple[Tensor, Tensor]:
+        """([n] place in the flat mini-batch, [n] whether it is a token at all) of what this rank routes."""
+        rows = torch.tensor(packed.rows)
+        start = flat.starts[rows.clamp(min=0)]
+        length = torch.where(rows >= 0, flat.starts[rows.clamp(min=0) + 1] - start, 0)
+        width = 2 * packed.chunk_lengths
+        start, length = (torch.repeat_interleave(x.to(width.device), width) for x in (start, length))
+        real = packed.position_ids < length
+        place = torch.where(real, start + packed.position_ids, 0)
+        if self.split:
+            place, real = (x.chunk(self.groups.tp_size)[self.groups.tp_rank] for x in (place, real))
+        return place, real

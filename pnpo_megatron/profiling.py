@@ -1,0 +1,116 @@
+"""``train --profile STEP``: a trace of one step, and a table of where it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from pnpo_megatron.loop import Metrics, Parts
+from pnpo_megatron.types import RolloutBatch
+
+P, R = ParamSpec("P"), TypeVar("R")
+_PHASES = ("collect", "log_probs", "compare", "update", "sync")
+_ROWS = 25
+
+
+@dataclass
+class StepProfile:
+    """Profiles this rank from the start of a step to the end of its weight sync. Not collective."""
+
+    step: int
+    folder: Path
+    rank: int
+    _running: Any = field(default=None, init=False)
+
+    def around(self, parts: Parts) -> Parts:
+        """The same parts, with the phases of the step named in the trace."""
+        return replace(
+            parts,
+            learner=_Named(parts.learner),
+            collect=self._from(parts.collect),
+            compare=_named("compare", parts.compare),
+            sync=self._until(parts.sync),
+        )
+
+    def _from(
+        self, collect: Callable[[int], tuple[RolloutBatch, Metrics]]
+    ) -> Callable[[int], tuple[RolloutBatch, Metrics]]:
+        def started(step: int) -> tuple[RolloutBatch, Metrics]:
+            if step == self.step:
+                cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+                self._running = profile(activities=[ProfilerActivity.CPU, *cuda])
+                self._running.start()
+            return _named("collect", collect)(step)
+
+        return started
+
+    def _until(self, sync: Callable[[int], Metrics]) -> Callable[[int], Metrics]:
+        def stopped(step: int) -> Metrics:
+            metrics = _named("sync", sync)(step)
+            if step == self.step and self._running is not None:
+                self._running.stop()
+                self._write()
+            return metrics
+
+        return stopped
+
+    def _write(self) -> None:
+        """RUN/profile/step_NNNNNN_rank_R.json for chrome://tracing or Perfetto, and the table beside it."""
+        target = self.folder / "profile" / f"step_{self.step:06d}_rank_{self.rank}"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._running.export_chrome_trace(f"{target}.json")
+        table = step_table(self._running.key_averages())
+        Path(f"{target}.txt").write_text(table, encoding="utf-8")
+        if self.rank == 0:
+            print(table)
+
+
+def step_table(averages: Any) -> str:
+    """Phases with their share of the step, then the operations with most time of their own."""
+    phases = {one.key.removeprefix("pnpo/"): one for one in averages if one.key.startswith("pnpo/")}
+    whole = sum(phases[name].cpu_time_total for name in _PHASES if name in phases)
+    lines = ["phase           calls     seconds   share"]
+    for name in (one for one in _PHASES if one in phases):
+        one = phases[name]
+        lines.append(
+            f"{name:12} {one.count:>8} {one.cpu_time_total / 1e6:>11.3f}  {one.cpu_time_total / whole:>6.1%}"
+        )
+    lines.append("\noperation                                          calls  self CPU (s)  self GPU (s)")
+
+    def own(one: Any) -> float:
+        return float(max(one.self_device_time_total, one.self_cpu_time_total))
+
+    operations = [one for one in averages if not one.key.startswith("pnpo/")]
+    for one in sorted(operations, key=own, reverse=True)[:_ROWS]:
+        lines.append(
+            f"{one.key[:48]:48} {one.count:>7} {one.self_cpu_time_total / 1e6:>13.3f} "
+            f"{one.self_device_time_total / 1e6:>13.3f}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+class _Named:
+    """A learner whose scoring and updates are named in the trace."""
+
+    def __init__(self, learner: Any) -> None:
+        self._learner = learner
+        self.log_probs = _named("log_probs", learner.log_probs)
+        self.update = _named("update", learner.update)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._learner, name)
+
+
+def _named(name: str, function: Callable[P, R]) -> Callable[P, R]:
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with record_function(f"pnpo/{name}"):
+            return function(*args, **kwargs)
+
+    return run
