@@ -26,6 +26,8 @@ class Plan:
     epochs: int
     """K: policy-update epochs per rollout batch."""
     groups_per_update: int
+    max_lag: int = 0
+    """1: the next batch is sampled during the updates on this one."""
     learner_scores_old: bool = True
     """Old log-probs from the learner (default) or as the sampler reported them."""
     correction: Correction | None = None
@@ -47,6 +49,8 @@ class Position:
     """Those of them on `batch`."""
     lag: int = 0
     """Those of `made` that were taken."""
+    behind: int = 0
+    """Updates taken on the batch before, if this one was sampled ahead of them."""
     not_finite: int = 0
     """Updates in a row, up to the last, whose loss or gradient was not finite."""
     batch: RolloutBatch | None = None
@@ -74,6 +78,8 @@ class Parts:
     objective: Objective
     collect: Callable[[int], tuple[RolloutBatch, Metrics]]
     """P prompts x G responses of a step, with rewards and advantages (Eq. 10)."""
+    begin: Callable[[int], None]
+    """Start on the batch of a step, with the weights that the sampler holds; `collect` waits for it."""
     compare: Callable[[RolloutBatch], Metrics]
     """Learner against sampler on a scored batch; raises when they disagree."""
     sync: Callable[[int], Metrics]
@@ -105,14 +111,16 @@ def train(plan: Plan, parts: Parts, start: Position = START) -> int:
             batch, sampled = parts.collect(step)
             batch, scored = score(plan, parts, batch)  # frozen from here: reused, never changed
             once = {**sampled, **scored, **parts.compare(batch), **once}
-            at = replace(at, batch=batch, made=0, lag=0)
+            stale = batch.records[0].version < step - 1  # its weights are older: they lag by the last updates
+            at = replace(at, batch=batch, made=0, lag=0, behind=at.lag if plan.max_lag and stale else 0)
+        if plan.max_lag and step < plan.steps:
+            parts.begin(step + 1)
 
         for epoch, mini_batch in updates_left(plan, objective, at):
             metrics = learner.update(mini_batch, objective, step=step)  # weight and gate recomputed here
             leave = plan.stop_rejected is not None and metrics["gate/rejected_fraction"] > plan.stop_rejected
-            parts.log(
-                step, epoch, at.update + 1, {"lag": at.lag, **metrics, **once, **reuse(plan, at, leave)}
-            )
+            lag = {"lag": at.lag + at.behind}
+            parts.log(step, epoch, at.update + 1, {**lag, **metrics, **once, **reuse(plan, at, leave)})
             at, once = at.after(metrics), {}
             if at.not_finite >= plan.max_skipped:
                 raise TrainingFaultError(

@@ -27,6 +27,9 @@ from pnpo_megatron.checkpoints import Checkpoints, Start
 from pnpo_megatron.config import Config
 from pnpo_megatron.convert.hf_writer import write_hf_folder
 from pnpo_megatron.data.batching import mini_batches
+from pnpo_megatron.data.mixture import Mixture
+from pnpo_megatron.data.prompts import PromptSource
+from pnpo_megatron.errors import RolloutError
 from pnpo_megatron.eval.evaluate import evaluate
 from pnpo_megatron.eval.overlap import in_prompts, warning
 from pnpo_megatron.eval.progress import Progress, problems_digest
@@ -35,7 +38,9 @@ from pnpo_megatron.monitor import Monitor
 from pnpo_megatron.parallel.rank_zero import any_rank, from_rank_zero
 from pnpo_megatron.parallel.watch import Watch
 from pnpo_megatron.policy.learner import SKIP_REASONS
+from pnpo_megatron.profiling import StepProfile
 from pnpo_megatron.resume import HARMLESS, RunState, is_complete
+from pnpo_megatron.rollout.ahead import Ahead
 from pnpo_megatron.rollout.collect import CollectSettings, Overlong, collect, probe
 from pnpo_megatron.rollout.mismatch import check_mismatch, correction_metrics, mismatch_metrics
 from pnpo_megatron.rollout.probe import advice_for, self_check
@@ -47,12 +52,18 @@ PROBE_TOKENS = 16
 
 
 def run_training(
-    config: Config, *, dump_tokens: int | None = None, chosen: str = "", allow_change: bool = False
+    config: Config,
+    *,
+    dump_tokens: int | None = None,
+    chosen: str = "",
+    allow_change: bool = False,
+    profile: int | None = None,
 ) -> bool:
     """Train until `config.steps` or a stop signal. Collective: every rank calls it.
 
     Args:
         dump_tokens: step of which every token of every update is written to RUN/tokens.
+        profile: step of which a trace and a table go to RUN/profile.
         chosen: name of the checkpoint to go on from; empty takes the newest that is sound.
         allow_change: go on with settings that change the run.
     Returns:
@@ -74,7 +85,7 @@ def run_training(
         ) as watch,
     ):
         gc.freeze()  # what is imported and built stays: Megatron collects garbage at every save
-        run = Run(config, live, watch, start, dump_tokens)
+        run = Run(config, live, watch, start, dump_tokens, profile)
         try:
             return run.train()
         finally:
@@ -97,6 +108,7 @@ class Run:
         watch: Watch | None = None,
         start: Start | None = None,
         dump_tokens: int | None = None,
+        profile: int | None = None,
     ) -> None:
         """Restore the newest checkpoint of the run folder, or the chosen one, if there is one."""
         self.config, self.live, self.watch = config, live, watch or Watch(0.0, None)
@@ -113,6 +125,7 @@ class Run:
             groups_per_update=config.objective.mini_batch,
             learner_scores_old=config.objective.old_logprobs == "learner",
             correction=_correction(config),
+            max_lag=config.rollout.max_lag,
             max_skipped=config.optimizer.max_skipped,
             stop_rejected=config.objective.stop_rejected,
         )
@@ -128,12 +141,16 @@ class Run:
         )
         self.replay = RolloutStore(Path(config.rollout.replay)) if config.rollout.replay else None
         self._dump_step = dump_tokens
+        self._profile_step = profile
         self._dumped: dict[str, Tensor] = {}
         self._stop = False
         self._checked = False
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGUSR1, self._on_signal)
         self._note: dict[str, str] = {}
+        limit = (1 + config.rollout.max_refills) * config.rollout.generate_timeout_s + config.run.timeout_s
+        self._ahead: Ahead[tuple[RolloutBatch, dict[str, str]]] = Ahead(limit)
+        self._ahead_name = state.ahead if state else ""
         self._announce(state)
 
     def train(self) -> bool:
@@ -142,12 +159,16 @@ class Run:
             learner=self.live.learner,
             objective=self.live.inputs.objective,
             collect=self.collect,
+            begin=self.begin,
             compare=self.compare,
             sync=self.sync,
             log=self.log,
             finish_update=self.finish_update,
             finish_step=self.finish_step,
         )
+        if self._profile_step is not None:
+            rank = self.live.groups.world_rank
+            parts = StepProfile(self._profile_step, self.config.run.folder, rank).around(parts)
         last = train(self.plan, parts, self.position)
         return last == self.config.steps
 
@@ -156,6 +177,12 @@ class Run:
         self.live.learner.token_dump = self._hold_tokens if step == self._dump_step else None
         doing = self.watch.place = f"sampling and grading step {step}"
         return from_rank_zero(lambda: self._collect(step), self.control, doing)
+
+    def begin(self, step: int) -> None:
+        """Sample the batch of `step` beside the updates on the one before. Not collective."""
+        if self.is_writer and self._sampler.version is not None:  # None: resumed inside a batch
+            prompts = self.live.prompts.fork()  # a checkpoint saved meanwhile goes on from here
+            self._ahead.begin(step, lambda: self._sample(step, prompts))
 
     def compare(self, batch: RolloutBatch) -> Metrics:
         """Learner against engine on the whole batch, and the batch to disk. Not collective."""
@@ -175,6 +202,8 @@ class Run:
         self.watch.place = f"sending weights of step {step}"
         if self.is_writer:
             self._sampler.wait_ready()  # the engine's start is not part of a sync
+        waiting = perf_counter()
+        from_rank_zero(self._finish_ahead, self.control, "waiting for the next batch's responses")
         start = perf_counter()
         tensors = self.live.learner.export_hf()
 
@@ -200,7 +229,8 @@ class Run:
             self._checked = True
         named = {key.replace("mismatch/", "mismatch/sync_"): value for key, value in gap.items()}
         # Where the engine's own log-probs are the old ones, the batch itself shows no difference.
-        return {"time/sync_s": seconds, **named, **({} if self.plan.learner_scores_old else gap)}
+        waited = {"time/generate_wait_s": start - waiting} if self.plan.max_lag else {}
+        return {"time/sync_s": seconds, **waited, **named, **({} if self.plan.learner_scores_old else gap)}
 
     def _self_check(self, probed: RolloutBatch, mean_abs: float) -> str:
         config, rope = self.config, self.live.inputs.architecture.rope
@@ -265,21 +295,52 @@ class Run:
             self._export(step)
         stop = any_rank(self._stop, self.control)
         if step and (last or stop or due(step, config.checkpoint.every)):
-            self.checkpoints.save(at, flush_metrics=self.monitor.flush, score=score, wait=last or stop)
+            self.checkpoints.save(
+                at,
+                flush_metrics=self.monitor.flush,
+                score=score,
+                wait=last or stop,
+                ahead=self._ahead_name,
+            )
         if stop:
             self._say_stopped(f"step {step}")
         return stop
 
     def close(self) -> None:
         """Finish what is being written. Not collective."""
+        self._ahead.close()
         self.store.close()
         self.monitor.close()
 
     def _collect(self, step: int) -> tuple[RolloutBatch, Metrics]:
         if self.replay is not None:
             return self.replay.read(step), {}
-        if held := self._held(step):
-            return held
+        stored = True
+        sampled = self._ahead.take(step) or self._held(step)
+        if sampled is None:
+            sampled, stored = self._sample(step, self.live.prompts), False
+        batch, self._note = sampled
+        self._ahead_name = ""
+        oldest = min(record.version for record in batch.records)
+        if oldest < step - 1 - self.plan.max_lag:
+            raise RolloutError(
+                f"step {step}: a response of version {oldest}, more than rollout.max_lag = "
+                f"{self.plan.max_lag} behind"
+            )
+        self.live.prompts.restore(json.loads(self._note["prompts"]))
+        if not stored:
+            self.store.write(batch, self._note)  # at once: a run killed from here on does not pay again
+        metrics: Metrics = json.loads(self._note["metrics"])
+        return batch, metrics | {"rollout/version_lag": float(step - 1 - oldest)}
+
+    def _finish_ahead(self) -> None:
+        """Wait for the batch that is sampled beside the updates, and store it: checkpoints name it."""
+        if sampled := self._ahead.wait():
+            batch, note = sampled
+            self.store.write(batch, note)
+            self._ahead_name = note["run"]
+
+    def _sample(self, step: int, prompts: PromptSource | Mixture) -> tuple[RolloutBatch, dict[str, str]]:
         assert self.live.rewards is not None
         rollout = self.config.rollout
         settings = CollectSettings(
@@ -294,25 +355,21 @@ class Run:
             max_refills=rollout.max_refills,
             overlong=Overlong(rollout.overlong, rollout.overlong_buffer, rollout.overlong_penalty),
         )
-        take, grade = self.live.prompts.take, self.live.rewards.start
-        batch, metrics = collect(step, settings, take, self._sampler, grade)
-        self._note = {
+        batch, metrics = collect(step, settings, prompts.take, self._sampler, self.live.rewards.start)
+        note = {
             "run": self._identity(),
             "metrics": json.dumps(metrics),
-            "prompts": json.dumps(self.live.prompts.position),
+            "prompts": json.dumps(prompts.position),
         }
-        self.store.write(batch, self._note)  # at once: a run killed from here on does not pay for it again
-        return batch, metrics
+        return batch, note
 
-    def _held(self, step: int) -> tuple[RolloutBatch, Metrics] | None:
-        """The batch, if this run sampled it already, with these very weights."""
-        if not (held := self.store.held(step, self._identity())):
-            return None
-        batch, self._note = held
-        self.live.prompts.restore(json.loads(self._note["prompts"]))
-        self.monitor.say(f"step {step}: its rollouts are on the disk and are not sampled again")
-        metrics: Metrics = json.loads(self._note["metrics"])
-        return batch, metrics
+    def _held(self, step: int) -> tuple[RolloutBatch, dict[str, str]] | None:
+        """The batch, if this run sampled it already: with these very weights, or ahead of its checkpoint."""
+        names = [self._identity(), self._ahead_name]
+        held = next((one for name in names if name and (one := self.store.held(step, name))), None)
+        if held:
+            self.monitor.say(f"step {step}: its rollouts are on the disk and are not sampled again")
+        return held
 
     def _identity(self) -> str:
         """Names all that a batch depends on: weights, prompts, and how they are sampled and graded."""

@@ -39,6 +39,12 @@ class Mixture:
         drawn = [next(taken[index], None) for index in order]
         return [prompt for prompt in drawn if prompt is not None]
 
+    def fork(self) -> Mixture:
+        """An order that goes on from here, while this one stays."""
+        twin = Mixture([source.fork() for source in self._sources], self._weights)
+        twin._drawn = list(self._drawn)
+        return twin
+
     @property
     def position(self) -> dict[str, Any]:
         """Where the orders stand: JSON values only."""

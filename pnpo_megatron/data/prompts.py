@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import random
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -216,6 +217,12 @@ class PromptSource:
                 taken.append(index)
         self._deferred += waiting
         return [self._prompts[index] for index in taken]
+
+    def fork(self) -> PromptSource:
+        """An order that goes on from here, while this one stays."""
+        twin = copy.copy(self)
+        twin.restore(self.position)
+        return twin
 
     @property
     def position(self) -> dict[str, Any]:

@@ -36,6 +36,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "enable_chunked_prefill": settings.chunked_prefill,
         "enforce_eager": settings.enforce_eager,
         "enable_prefix_caching": True,
+        # The CPU default of 128 shares nothing of the prompts of a group that are shorter.
+        **({} if settings.chunked_prefill else {"block_size": 32}),
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
