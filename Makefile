@@ -59,7 +59,7 @@ test-integrations: $(BENCH_STAMP)  ## PNPO inside verl and TRL, in the bench env
 	@PYTHONPATH=. $(BENCH_VENV)/bin/python -m pytest --noconftest tests/integrations
 
 bench: $(STAMP) $(BENCH_STAMP)  ## measure communication, memory and cost, TRL and verl beside it (about 20 minutes)
-	@for script in communication cost_growth head_memory; do echo "bench: $$script"; PYTHONPATH=. $(BIN)/python bench/$$script.py; done
+	@for script in communication packing cost_growth head_memory; do echo "bench: $$script"; PYTHONPATH=. $(BIN)/python bench/$$script.py; done
 	@echo "bench: objective_cost"; PYTHONPATH=. $(BENCH_VENV)/bin/python bench/objective_cost.py
 	@$(BIN)/python bench/write_tables.py
 
