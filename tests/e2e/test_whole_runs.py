@@ -89,11 +89,11 @@ def test_a_run_stopped_by_a_signal_resumes_to_the_same_numbers(task, whole):
     code, output = finish(process)
     assert code == 75, output
     assert (folder / "exit_code").read_text() == "75\n"
-    stopped_after = max(row["step"] for row in read_metrics(folder))
-    assert stopped_after < STEPS
+    made = sum(row["kind"] == "update" for row in read_metrics(folder))
+    assert made < STEPS * EPOCHS * UPDATES_PER_EPOCH
 
     code, output = finish(start_training(config))
-    assert code == 0 and f"resuming after step {stopped_after}" in output, output
+    assert code == 0 and "resuming after" in output, output
     assert without_times(read_metrics(folder)) == without_times(read_metrics(whole))
     for step in range(1, STEPS + 1):
         name = f"rollouts/step_{step:06d}.jsonl"
