@@ -61,7 +61,8 @@ class RunState:
     @property
     def place(self) -> str:
         """For people."""
-        return f"update {self.update}, inside step {self.step + 1}" if self.inside else f"step {self.step}"
+        inside = f" and update {self.update} inside step {self.step + 1}" if self.inside else ""
+        return f"step {self.step}{inside}"
 
 
 def checkpoint_folder(run_folder: Path, step: int, inside: tuple[int, int] | None = None) -> Path:

@@ -63,7 +63,7 @@ def test_a_run_stopped_inside_a_batch_goes_on_from_that_update(task, flags, whol
     assert "prompts.jsonl: no such file" in capsys.readouterr().err
     (task / "away.jsonl").rename(task / "prompts.jsonl")
     codes, output = run(process_server, config, *flags)
-    assert codes == [0] and "resuming after update 6, inside step 2" in output, output
+    assert codes == [0] and "resuming after step 1 and update 6 inside step 2" in output, output
     same_run(task / "stopped", whole)
 
 
