@@ -121,6 +121,7 @@ def hf_to_megatron(plan: Plan, *, overwrite: bool = False) -> None:
         (folder / HF_FILES).mkdir()
         for path in source.other_files():
             shutil.copyfile(path, folder / HF_FILES / path.name)
+        checkpoint_content(folder)  # can be read back
         write_manifest(folder, {str(path.relative_to(folder)): digest(path) for path in files_of(folder)})
 
 

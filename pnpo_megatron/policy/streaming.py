@@ -19,6 +19,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.common import register_default_common_strategies
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import CheckpointException
@@ -45,7 +46,7 @@ from torch.futures import Future
 from torch.overrides import TorchFunctionMode
 
 from pnpo_megatron.convert.architecture import Architecture
-from pnpo_megatron.convert.families import all_rows
+from pnpo_megatron.convert.families import all_rows, dtype_of
 from pnpo_megatron.convert.family import EMBEDDING, HEAD, Row
 from pnpo_megatron.convert.hf_folder import HfFolder
 from pnpo_megatron.convert.stream import fuse, is_table, split
@@ -198,6 +199,7 @@ def write_weights(
         advance(latest[1][index].nbytes)
         return latest[1][index]
 
+    register_default_common_strategies()  # a learner in this process has put its own in their place
     dist_checkpointing.save(dict(state), str(folder), _Streamed(fetch), content_metadata=content)
 
 
@@ -259,7 +261,7 @@ class WeightsReader:
         self._refuse_unknown(state)
         for row in all_rows(self.arch):
             for name, tensor in split(row, self._read(state[row.megatron], row), self.arch):
-                yield name, tensor.to(dtype)
+                yield name, tensor.to(dtype_of(name, dtype))
                 advance(tensor.numel() * dtype.itemsize)
 
     def _refuse_unknown(self, state: dict[str, Any]) -> None:
