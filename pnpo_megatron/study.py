@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from pnpo_megatron.algorithm.presets import OBJECTIVE_KEYS
-from pnpo_megatron.analysis.compare import markdown, run_result, write_results
+from pnpo_megatron.analysis.compare import headings, markdown, rows_of, run_result, write_results
 from pnpo_megatron.analysis.report import flatten
 from pnpo_megatron.config import Config, load_config
 from pnpo_megatron.errors import ConfigError, RolloutError, TrainingFaultError
@@ -161,7 +161,7 @@ def compare_study(path: Path, *, worker: bool = False) -> bool:
     if not worker:
         results = study_results(study)
         write_results(results, study.folder)
-        print(markdown(results))
+        print(markdown(headings(results), rows_of(results)))
         print(f"{study.folder / 'report.html'}")
     return complete and not any(codes)
 

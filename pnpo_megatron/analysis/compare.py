@@ -161,12 +161,30 @@ def headings(results: Mapping[str, Any]) -> list[str]:
     return [cell.format(baseline=results["baseline"]) for cell in HEADER]
 
 
-def markdown(results: Mapping[str, Any]) -> str:
-    """The table for a document."""
-    rows: list[list[Any]] = [headings(results), ["---"] * len(HEADER), *rows_of(results)]
+def differences(results: Mapping[str, Any]) -> tuple[list[str], list[list[object]]]:
+    """Head and rows of the paired differences of final scores, row minus column, each with its n."""
+    groups = {name: runs for name, runs in grouped(results).items() if runs}
+
+    def cell(mine: Sequence[Run], other: Sequence[Run]) -> str | None:
+        gap = None if mine is other else difference(mine, other)
+        return None if gap is None else f"{_shown(gap[1], '+')}, n = {gap[0]}"
+
+    rows = [[name, *(cell(mine, other) for other in groups.values())] for name, mine in groups.items()]
+    return ["final, row minus column", *groups], rows  # type: ignore[return-value]
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table for a document."""
+    lines = [head, ["---"] * len(head), *rows]
     return "".join(
-        "| " + " | ".join("-" if cell is None else str(cell) for cell in row) + " |\n" for row in rows
+        "| " + " | ".join("-" if cell is None else str(cell) for cell in line) + " |\n" for line in lines
     )
+
+
+def summary(results: Mapping[str, Any]) -> str:
+    """Both tables, and how to read them."""
+    tables = [markdown(headings(results), rows_of(results)), markdown(*differences(results))]
+    return "\n".join(tables) + "\n" + "\n\n".join(notes(results)) + "\n"
 
 
 def figures(results: Mapping[str, Any]) -> list[str]:
@@ -209,6 +227,8 @@ def build_page(results: Mapping[str, Any]) -> str:
     parts = [
         page.heading(results["name"], level=1),
         page.table("study", headings(results), rows_of(results)),
+        page.heading("Paired differences"),
+        page.table("differences", *differences(results)),
         *(page.paragraph(note) for note in notes(results)),
         page.legend(list(results["settings"])),
         page.grid(figures(results) if results["runs"] else []),
@@ -218,10 +238,9 @@ def build_page(results: Mapping[str, Any]) -> str:
 
 def write_results(results: Mapping[str, Any], folder: Path) -> None:
     """results.json, results.md and report.html, each whole or not at all."""
-    table = f"{markdown(results)}\n" + "\n\n".join(notes(results)) + "\n"
     texts = {
         "results.json": json.dumps(results) + "\n",
-        "results.md": table,
+        "results.md": summary(results),
         "report.html": build_page(results),
     }
     for name, text in texts.items():

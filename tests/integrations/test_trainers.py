@@ -121,7 +121,7 @@ def test_trl_trains_a_tiny_model_and_its_gate_rejects_only_reused_tokens(tmp_pat
     ]
     assert len(rejected) == 6
     assert rejected[0] == rejected[3] == 0.0, "the first epoch of a batch is on-policy"
-    assert rejected[1] < rejected[2] and rejected[4] > 0.0
+    assert all(0.0 < rejected[index] < 1.0 for index in (1, 2, 4, 5))
     moved = [
         float((old - new.detach()).abs().max()) for old, new in zip(before, model.parameters(), strict=True)
     ]
