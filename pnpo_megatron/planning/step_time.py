@@ -144,7 +144,7 @@ def _generate(job: Job, engines: int) -> float:
     arch, cluster, assumed = job.arch, job.cluster, job.assumed
     size = job.engine_tensor
     count = -(-job.prompts * job.group_size // engines)
-    lengths = [job.lengths[at * len(job.lengths) // count] for at in range(count)]
+    lengths = [job.lengths[(at + 1) * len(job.lengths) // count - 1] for at in range(count)]
     cache_token = (
         4 * arch.layers * arch.head_dim * max(1.0, arch.kv_heads / size)
     )  # bfloat16, keys and values

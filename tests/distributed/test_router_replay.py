@@ -54,7 +54,7 @@ def test_every_layout_replays_the_same_routes(spawn: Any, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_replay_takes_away_what_routing_flips_add_to_log_ratios(spawn: Any, tmp_path: Path) -> None:
-    """The same weights, scored once with free and once with kept routes: 1 to 3 % of flips widen log-ratios."""
+    """The same weights, scored with free and with kept routes: 1 to 3 % of flips widen log-ratios."""
     from reference_policy import write_model
 
     [found] = spawn(run_layouts, 1, write_model(tmp_path / "hf", "mixtral"), {"EP1": {}}, 3e-5, timeout_s=800)
