@@ -28,7 +28,10 @@ SUMMARY = (
     "step", "epoch", "update", "loss", "grad_norm", "lr", "entropy", "lag",
     "reward/mean", "reward/faults", "reward/timeouts", "response/length_mean", "response/truncated_fraction",
     "gate/rejected_fraction", "gate/rejected_fraction_low", "gate/rejected_fraction_high",
-    "weight/mean", "weight/min", "weight/max", "log_ratio/mean", "log_ratio/std",
+    "weight/mean", "weight/min", "weight/q01", "weight/q05", "weight/q50", "weight/q95", "weight/q99",
+    "weight/max", "weight/effective_fraction", "log_ratio/mean", "log_ratio/std",
+    "ladder/token", "ladder/prefix", "ladder/sequence", "ladder/cumulative", "ladder/minpro",
+    "epochs/taken", "epochs/updates_saved",
     "mismatch/mean_abs", "mismatch/max_abs", "mismatch/kl", "tokens/per_second", "memory/peak_bytes",
     "time/generate_s", "time/reward_s", "time/logprobs_s", "time/update_s", "time/sync_s",
 )  # fmt: skip
