@@ -2,9 +2,9 @@
 
     python bench/packing.py
 
-Lengths: rollouts that the examples stored, where they have run, and drawn ones up to 15,360 tokens. `padding` is the
-share of slots that hold no token; `idle` the share of slots, over the update, that ranks with less to do than
-the fullest one would have had; `pieces of fewest` how many micro-batches there are over the fewest possible.
+Lengths: rollouts that the examples stored, where they have run, and drawn ones up to 15,360 tokens. `padding`
+is the share of slots that hold no token; `idle` the share, over the update, that the fullest rank keeps the
+others waiting; `of fewest` how many micro-batches there are over the fewest possible.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def test_a_correction_reaches_its_token_whatever_the_split():
 
 
 def test_padding_and_waiting_stay_under_three_percent_on_a_heavy_tail():
-    """512 log-normal lengths up to 15,360 (bench/packing.py has the table), over data, context and tensor splits."""
+    """512 log-normal lengths up to 15,360 (bench/packing.py has the table), over several splits."""
     draw = random.Random(1)
     lengths = [150 + min(15_360, max(16, round(draw.lognormvariate(7.8, 1.2)))) for _ in range(512)]
     for data, context, tensor in ((32, 1, 1), (16, 2, 1), (8, 2, 2), (4, 8, 1)):

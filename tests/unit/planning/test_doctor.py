@@ -112,7 +112,7 @@ def test_training_flops_by_hand() -> None:
 
 def test_a_job_that_does_not_fit_is_refused_with_layouts_that_do(capsys: pytest.CaptureFixture[str]) -> None:
     path = str((ROOT / "examples/qwen2p5_32b/config.toml").relative_to(Path.cwd()))
-    assert main(["doctor", path, "--cluster", "h20x64", "--parallel.tensor=2", "--batching.max_tokens=8192"]) == 2
+    assert main(["doctor", path, "--cluster", "h20x64", "--parallel.tensor=2"]) == 2
     said = capsys.readouterr().out
     assert "DOES NOT FIT" in said and said.count("fits with") == 3
     job = job_of(Path(path), "h20x64")
