@@ -2,7 +2,7 @@
 
     python bench/cluster_plans.py          # from the repository; arithmetic only, nothing is run
 
-The cluster of each is read from its own header. Predictions, not measurements: docs/clusters.md has the assumptions.
+The cluster of each is read from its own header. These are predictions; docs/clusters.md has the assumptions.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""The arithmetic example through TRL 1.16's GRPOTrainer (num_iterations = 4) and through this product, in turn.
+"""The arithmetic example through TRL 1.16's GRPOTrainer (num_iterations = 4) and through this product.
 
     PYTHONPATH=. .venv/bin/python bench/peers.py [--steps 6]
 
-Same model, prompts, rewards, temperature, learning rate, grpo objective and number of updates, two threads each.
-TRL generates with transformers, which is what it does without a vLLM server. Both final models are scored by
-`pnpo-megatron eval`. CPU time is of the whole process tree, start-up included; seconds an update, of the loop.
+Same model, prompts, rewards, temperature, learning rate, grpo objective and number of updates, two threads
+each. TRL generates with transformers, which is what it does without a vLLM server. Both final models are scored
+by `pnpo-megatron eval`. CPU time is of the whole process tree, start-up included; seconds an update are of the
+loop alone.
 """
 
 from __future__ import annotations
