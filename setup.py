@@ -38,6 +38,7 @@ setup(
         "cpu": requirements("vllm-cpu-deps"),
         "gpu": requirements("gpu"),
         "convert": requirements("convert"),
+        "data": requirements("data"),
         "dev": requirements("dev"),
     },
     entry_points={"console_scripts": ["pnpo-megatron = pnpo_megatron.cli:main"]},

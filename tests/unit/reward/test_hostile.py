@@ -10,8 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pnpo_megatron.reward.math_answer import grade
+from pnpo_megatron.reward.pool import RewardPool
 from pnpo_megatron.reward.symbolic import too_costly
 from pnpo_megatron.reward.time_limit import TimeLimitError, time_limit
+from pnpo_megatron.reward_types import RewardInput
 
 CPU_LIMIT_S = 8.0
 HOSTILE = {
@@ -88,6 +90,30 @@ def test_no_reply_crashes_the_grader_or_outlives_its_limit(text: str, gold: str)
     verdict = grade(text, gold, timeout_s=2.0)
     assert verdict.correct in (True, False)
     assert time.process_time() - start < CPU_LIMIT_S
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@settings(max_examples=10_000, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(text=REPLIES, gold=GOLDS)
+def test_ten_thousand_replies_neither_crash_the_grader_nor_outlive_its_limit(text: str, gold: str) -> None:
+    start = time.process_time()
+    assert grade(text, gold, timeout_s=2.0).correct in (True, False)
+    assert time.process_time() - start < 2.0 + 1.0, "the limit, and the time to notice it"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_hostile_replies_cost_a_grading_process_at_most_its_deadline_twice() -> None:
+    """Once, and once more alone: the machine may have been busy. No verdict is a fault, none is right."""
+    deadline = 5.0
+    with RewardPool("math", workers=2, timeout_s=deadline) as pool:
+        for name, text in HOSTILE.items():
+            start = time.monotonic()
+            (result,) = pool.grade([RewardInput("q", "34", text)])
+            assert result.value == 0.0, (name, result)
+            assert time.monotonic() - start < 2 * deadline + 30, f"{name}: the deadline, and a new process each"
+        assert pool.faults == 0
 
 
 @pytest.mark.parametrize("in_thread", [False, True])
