@@ -1,4 +1,4 @@
-"""What `pnpo-megatron doctor` says about the shipped cluster configurations: GB on the fullest GPU, seconds a step.
+"""What `pnpo-megatron doctor` says about the shipped cluster configurations: GB of the fullest GPU, seconds.
 
     python bench/cluster_plans.py          # from the repository; arithmetic only, nothing is run
 

@@ -3,9 +3,9 @@
     PYTHONPATH=. .venv/bin/python bench/peers.py [--steps 6]
 
 Same model, prompts, rewards, temperature, learning rate, grpo objective and number of updates, two threads
-each. TRL generates with transformers, which is what it does without a vLLM server. Both final models are scored
-by `pnpo-megatron eval`. CPU time is of the whole process tree, start-up included; seconds an update are of the
-loop alone.
+each. TRL generates with transformers, which is what it does without a vLLM server. Both final models are
+scored by `pnpo-megatron eval`. CPU time is of the whole process tree, start-up included; seconds an update
+are of the loop alone.
 """
 
 from __future__ import annotations
