@@ -26,6 +26,7 @@ import argparse
 import fcntl
 import itertools
 import json
+import os
 import re
 import signal
 import subprocess
@@ -143,9 +144,15 @@ def _flags(values: dict[str, Any]) -> list[str]:
 
 
 def compare_study(path: Path, *, worker: bool = False) -> bool:
-    """Run what is left of the study, then write its table and page; False when a signal ended it early."""
+    """Run what is left of the study, then write its table and page; False when a signal ended it early.
+
+    Raises:
+        ConfigError: a setting that cannot be used, a folder of other settings, or several ranks.
+    """
     from pnpo_megatron.checkpoints import Start
 
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("compare works in single processes: start it without torchrun, with `processes = N`")
     study = read_study(path)
     for cell in study.cells:
         Start().check(cell.config)  # a folder begun with other settings must not end up in the table
