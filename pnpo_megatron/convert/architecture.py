@@ -67,6 +67,38 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Yarn:
+    """Slowed rotary frequencies, and a wider softmax."""
+
+    factor: float
+    original_positions: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Keys and values from one latent a token, dense layers first, shared experts, a grouped router."""
+
+    query_rank: int | None
+    """Width of the queries' latent; None where they have none."""
+    rank: int
+    plain_dim: int
+    rope_dim: int
+    """A head is ``plain_dim`` without positions, then ``rope_dim`` with them."""
+    value_dim: int
+    dense_layers: int
+    shared_ffn: int
+    groups: int
+    chosen_groups: int
+    scale: float
+    """Of the chosen experts' weights, which sum to 1 before."""
+    yarn: Yarn | None = None
+
+
+@dataclass(frozen=True)
 class Architecture:
     """A decoder-only transformer, family by family the same few switches."""
 
@@ -85,7 +117,8 @@ class Architecture:
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: Experts | None = None
-    """Set where every layer's MLP is a mixture; ``ffn`` is unused then."""
+    """Set where every layer's MLP is a mixture; ``ffn`` is unused then, but for the first of a `Latent`."""
+    latent: Latent | None = None
 
 
 class HfConfig:

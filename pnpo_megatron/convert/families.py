@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pnpo_megatron.convert import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+import torch
+
+from pnpo_megatron.convert import deepseek_v3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from pnpo_megatron.convert.architecture import Architecture, HfConfig
 from pnpo_megatron.convert.family import EMBEDDING, FINAL_NORM, HEAD, Family, Row, shape_of
 from pnpo_megatron.errors import ConversionError
 
 FAMILIES = {
-    module.FAMILY.model_type: module.FAMILY for module in (llama, mistral, mixtral, qwen2, qwen3, qwen3_moe)
+    module.FAMILY.model_type: module.FAMILY
+    for module in (deepseek_v3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe)
 }
 
 
@@ -50,9 +53,10 @@ def all_rows(arch: Architecture) -> Iterator[Row]:
     """Every row of the whole model, filled in, in export order. A tied head has no row of its own (TRAPS
     H25)."""
     yield EMBEDDING
-    layer_rows = FAMILIES[arch.family].layer_rows(arch)
+    family, first = FAMILIES[arch.family], arch.latent.dense_layers if arch.latent else 0
+    rows = {False: family.layer_rows(arch), True: family.first_rows(arch) if family.first_rows else ()}
     for layer in range(arch.layers):
-        for row in layer_rows:
+        for row in rows[layer < first]:
             if "{expert}" in row.megatron and arch.experts:
                 yield from (row.at(layer=layer, expert=expert) for expert in range(arch.experts.count))
             else:
@@ -69,6 +73,16 @@ def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
         for row in all_rows(arch)
         for name, dims in zip(row.hf, row.dims, strict=True)
     }
+
+
+def is_float32(name: str) -> bool:
+    """Whether an HF tensor stays float32 in a model of another dtype: a router's correction of scores."""
+    return name.endswith("e_score_correction_bias")
+
+
+def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """In which dtype an HF tensor is kept in a model of ``dtype``."""
+    return torch.float32 if is_float32(name) else dtype
 
 
 def check_tensor_parallel(arch: Architecture, size: int) -> None:

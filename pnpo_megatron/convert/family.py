@@ -41,13 +41,25 @@ class Family:
     read: Callable[[HfConfig], Architecture]
     layer_rows: Callable[[Architecture], tuple[Row, ...]]
     """Rows of one layer; a row with ``{expert}`` in it is repeated for every expert."""
+    first_rows: Callable[[Architecture], tuple[Row, ...]] | None = None
+    """Rows of each layer before `Latent.dense_layers`."""
 
 
 def shape_of(dims: str, arch: Architecture) -> tuple[int, ...]:
     """The sizes behind the letters: V vocabulary, h hidden, q and k projection widths, d head, f MLP, e
-    experts, m expert MLP."""
-    experts = arch.experts
-    sizes = {
+    experts, m expert MLP; with latents a query's, c the other, r that and positions, n queries, u keys
+    without positions and values, o values, s shared experts."""
+    experts, latent = arch.experts, arch.latent
+    sizes = {} if latent is None else {
+        "a": latent.query_rank or 0,
+        "c": latent.rank,
+        "r": latent.rank + latent.rope_dim,
+        "n": arch.heads * arch.head_dim,
+        "u": arch.heads * (latent.plain_dim + latent.value_dim),
+        "o": arch.heads * latent.value_dim,
+        "s": latent.shared_ffn,
+    }
+    sizes |= {
         "V": arch.vocab,
         "h": arch.hidden,
         "q": arch.heads * arch.head_dim,

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pnpo_megatron.convert.architecture import Architecture
-from pnpo_megatron.convert.families import hf_shapes, read_architecture
+from pnpo_megatron.convert.families import hf_shapes, is_float32, read_architecture
 from pnpo_megatron.convert.hf_headers import CODES, Stored, read_headers, read_json
 from pnpo_megatron.errors import ConversionError
 
@@ -131,7 +131,8 @@ class HfFolder:
         Raises:
             ConversionError: several dtypes, or one that is not a plain float.
         """
-        codes = {stored.dtype for name, stored in self.headers.items() if not name.endswith(_BUFFERS)}
+        left = (name for name in self.headers if name.endswith(_BUFFERS) or is_float32(name))
+        codes = {self.headers[name].dtype for name in self.headers.keys() - set(left)}
         known = {code: dtype for dtype, code in CODES.items()}
         if len(codes) != 1 or not codes <= known.keys():
             raise ConversionError(

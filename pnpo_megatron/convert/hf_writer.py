@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pnpo_megatron.convert.families import hf_shapes
+from pnpo_megatron.convert.families import dtype_of, hf_shapes
 from pnpo_megatron.convert.hf_folder import DTYPES, HfFolder, sync_folder
 from pnpo_megatron.convert.hf_headers import CODES, INDEX, SINGLE_FILE
 from pnpo_megatron.errors import ConversionError
@@ -117,7 +117,7 @@ def write_hf_folder(
                     f"{expected.get(name, 'no such tensor, or for only one')}"
                 )
             del expected[name]
-            _put(*places[name], tensor.detach().to("cpu", dtype))
+            _put(*places[name], tensor.detach().to("cpu", dtype_of(name, dtype)))
         if expected or dtype is None:
             raise ConversionError(
                 f"{len(expected)} tensors of the model were not produced, first {min(expected)}"
@@ -144,7 +144,7 @@ def _lay_out(
     shards: list[dict[str, int]] = [{}]
     held = total = 0
     for name, shape in shapes.items():
-        size = torch.Size(shape).numel() * dtype.itemsize
+        size = torch.Size(shape).numel() * dtype_of(name, dtype).itemsize
         if shards[-1] and held + size > max_bytes:
             shards.append({})
             held = 0
@@ -168,9 +168,10 @@ def _begin(
     """A safetensors file up to its data: header length in 8 bytes, then the JSON header."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for name, offset in offsets.items():
-        end = offset + torch.Size(shapes[name]).numel() * dtype.itemsize
+        kept = dtype_of(name, dtype)
+        end = offset + torch.Size(shapes[name]).numel() * kept.itemsize
         header[name] = {
-            "dtype": CODES[dtype],
+            "dtype": CODES[kept],
             "shape": list(shapes[name]),
             "data_offsets": [offset, end],
         }

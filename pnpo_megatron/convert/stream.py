@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pnpo_megatron.convert.architecture import Architecture
-from pnpo_megatron.convert.families import all_rows
+from pnpo_megatron.convert.families import all_rows, dtype_of
 from pnpo_megatron.convert.family import EMBEDDING, HEAD, Row
 from pnpo_megatron.convert.hf_folder import HfFolder
 from pnpo_megatron.convert.layouts import Sizes, shard, unshard
@@ -27,6 +27,7 @@ _ENGINE_NAMES = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
+_BUFFERS = ("router.expert_bias",)  # a buffer in Megatron, a tensor in HF
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=local_experts\.)\d+")
 
@@ -38,16 +39,17 @@ def sizes_of(arch: Architecture, padded_vocab: int) -> Sizes:
 
 def local_parameters(
     chunks: Iterable[nn.Module], arch: Architecture, groups: ParallelGroups
-) -> dict[str, nn.Parameter]:
+) -> dict[str, Tensor]:
     """This rank's parameters by their name in the whole model: layers and experts counted globally.
 
     A wrapper's ``module.`` is dropped, TransformerEngine's norm names are Megatron's own, and the copy of a
     tied embedding on the last stage is left out (`tied_copy` finds it).
     """
-    found: dict[str, nn.Parameter] = {}
+    found: dict[str, Tensor] = {}
     for chunk in chunks:
         model = unwrapped(chunk)
-        for name, parameter in model.named_parameters():
+        kept = ((name, value) for name, value in model.named_buffers() if name.endswith(_BUFFERS))
+        for name, parameter in (*model.named_parameters(), *kept):
             whole = _global_name(name, model, arch, groups)
             if not (arch.tied and whole == HEAD.megatron):
                 found[whole] = parameter
@@ -132,7 +134,7 @@ def split(row: Row, fused: Tensor, arch: Architecture) -> Iterator[tuple[str, Te
     return zip(row.hf, row.layout.split(fused, sizes_of(arch, padded)), strict=True)
 
 
-def _fill(target: nn.Parameter, row: Row, folder: HfFolder, groups: ParallelGroups) -> None:
+def _fill(target: Tensor, row: Row, folder: HfFolder, groups: ParallelGroups) -> None:
     padded = padded_vocab_of(folder.architecture, target, groups) if is_table(row) else 0
     fused = fuse(row, folder, padded)
     if row.tp_dim is not None and not _is_expert(row):
@@ -191,10 +193,10 @@ def export_hf(
         holder = holders[row.megatron]
         fused = _gather(parameters.get(row.megatron), row, holder, groups)
         for name, tensor in split(row, fused, arch):
-            yield name, tensor.contiguous() if dtype is None else tensor.to(dtype).contiguous()
+            yield name, tensor.to(dtype_of(name, dtype or tensor.dtype)).contiguous()
 
 
-def _find_holders(parameters: Mapping[str, nn.Parameter], groups: ParallelGroups) -> dict[str, _Holder]:
+def _find_holders(parameters: Mapping[str, Tensor], groups: ParallelGroups) -> dict[str, _Holder]:
     mine = {
         name: _Holder(groups.pp_rank, group_rank(groups.ep), tuple(parameter.shape), parameter.dtype)
         for name, parameter in parameters.items()
@@ -207,7 +209,7 @@ def _find_holders(parameters: Mapping[str, nn.Parameter], groups: ParallelGroups
     return mine
 
 
-def _gather(parameter: nn.Parameter | None, row: Row, holder: _Holder, groups: ParallelGroups) -> Tensor:
+def _gather(parameter: Tensor | None, row: Row, holder: _Holder, groups: ParallelGroups) -> Tensor:
     """The whole fused tensor on every rank: over tp where it lies, then over ep and pp from its holder."""
     cut = row.tp_dim is not None and not _is_expert(row)
     full: Tensor | None = None

@@ -94,6 +94,12 @@ def check_layout(arch: Architecture, parallel: ParallelSettings) -> None:
     """
     check_tensor_parallel(arch, parallel.tensor)
     stage_layout(arch.layers, parallel.pipeline, parallel.virtual_pipeline)
+    for key, size in (("tensor", parallel.tensor), ("context", parallel.context)):
+        if arch.latent and size > 1:
+            raise ConfigError(
+                f"parallel.{key} = {size}: {arch.family} has latent attention, which is not cut; use 1, with "
+                "parallel.expert and parallel.pipeline instead"
+            )
     if arch.experts is None:
         if parallel.expert > 1:
             raise ConfigError(

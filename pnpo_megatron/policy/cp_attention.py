@@ -40,6 +40,8 @@ class SdpaCoreAttention(torch.nn.Module):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
     ):
         super().__init__()
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout

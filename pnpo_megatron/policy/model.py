@@ -16,13 +16,14 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from pnpo_megatron.convert.architecture import Architecture, Experts
 from pnpo_megatron.errors import ConfigError
 from pnpo_megatron.parallel.settings import ParallelSettings, check_layout, padded_vocab_size, stage_layout
+from pnpo_megatron.policy.latent import latent_block_spec, latent_fields
 from pnpo_megatron.policy.spec import block_spec, uses_transformer_engine
 from pnpo_megatron.types import PackedBatch
 
@@ -72,6 +73,7 @@ def transformer_config(
         **_shape_fields(arch),
         **_recompute_fields(recompute),
         **(_expert_fields(arch.experts) if arch.experts else {}),
+        **(latent_fields(arch) if arch.latent else {}),
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "tensor_model_parallel_size": parallel.tensor,
@@ -98,7 +100,7 @@ def transformer_config(
         "cuda_graph_scope": [],
         **overrides,
     }
-    config = TransformerConfig(**fields)
+    config = (MLATransformerConfig if arch.latent else TransformerConfig)(**fields)
     _check_messages(config)
     return config
 
@@ -196,7 +198,8 @@ class PolicyModel(GPTModel):
         )
         self.arch = arch
         # Megatron's own llama3 scaling has three of its four numbers fixed in the code.
-        self.rotary_pos_emb.inv_freq = arch.rope.inverse_frequencies(arch.head_dim)
+        if arch.latent is None:  # there every layer has its own, without scaling
+            self.rotary_pos_emb.inv_freq = arch.rope.inverse_frequencies(arch.head_dim)
         if self.post_process:
             self._replace_head()
 
@@ -245,7 +248,9 @@ def build_model(
         PolicyModel(
             arch,
             config,
-            transformer_layer_spec=block_spec(config, transformer_engine=engine, vp_stage=stage),
+            transformer_layer_spec=latent_block_spec(config, vp_stage=stage)
+            if arch.latent
+            else block_spec(config, transformer_engine=engine, vp_stage=stage),
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
             vp_stage=stage,

@@ -21,6 +21,7 @@ TWO_RANKS: Layouts = {
 MORE_OF_TWO: Layouts = {
     "dense": {"TP1 PP1": {}, "PP2": {"pipeline": 2}},
     "experts": {"EP1": {}, "TP2 EP2": {"tensor": 2, "sequence": True, "expert": 2}},
+    "latent": {"EP2": {"expert": 2}, "PP2, the first layer dense": {"pipeline": 2}},
 }
 FOUR_RANKS: Layouts = {
     "dense": {
@@ -91,11 +92,18 @@ def every_layout(work: str, layouts: Layouts) -> dict[tuple[str, str], Any]:
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("converted")
-    dense = make_hf_model("qwen2", tie_word_embeddings=True)
-    experts = make_hf_model("qwen3_moe", num_hidden_layers=3)
-    for kind, model in (("dense", dense), ("experts", experts)):
-        assert convert(save_hf_model(model, work / f"{kind}-hf"), work / kind) == 0
+    for kind in ("dense", "experts"):
+        convert_one(work, kind)
     return work
+
+
+def convert_one(work: Path, kind: str) -> None:
+    family, shape = {
+        "dense": ("qwen2", {"tie_word_embeddings": True}),
+        "experts": ("qwen3_moe", {"num_hidden_layers": 3}),
+        "latent": ("deepseek_v3", {"num_hidden_layers": 3}),
+    }[kind]
+    assert convert(save_hf_model(make_hf_model(family, **shape), work / f"{kind}-hf"), work / kind) == 0
 
 
 def check(spawn: Any, work: Path, ranks: int, layouts: Layouts) -> None:
@@ -119,4 +127,6 @@ def test_h23_h25_a_converted_checkpoint_gives_the_same_logits_under_splits_of_tw
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "layouts"), [(2, MORE_OF_TWO), (4, FOUR_RANKS)])
 def test_h23_h25_it_does_so_under_more_splits(spawn, converted, ranks, layouts):
+    if "latent" in layouts:
+        convert_one(converted, "latent")
     check(spawn, converted, ranks, layouts)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import LLAMA3, SHAPE, make_hf_model
+from hf_models import CLASSES, EXTRA, LLAMA3, SHAPE, make_hf_model
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -125,6 +125,35 @@ def test_what_cannot_be_represented_is_refused_with_key_and_value(change, messag
     with pytest.raises(ConversionError, match=message) as caught:
         read_architecture({**QWEN2, **change}, "models/x/config.json")
     assert str(caught.value).startswith("models/x/config.json: ")
+
+
+def deepseek(**changes: Any) -> dict[str, Any]:
+    config_class, _ = CLASSES["deepseek_v3"]
+    return config_class(**{**SHAPE, **EXTRA["deepseek_v3"]}).to_dict() | {"architectures": None, **changes}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_nextn_predict_layers": 1}, r"num_nextn_predict_layers = 1: layers that predict further"),
+        ({"scoring_func": "softmax"}, r"scoring_func = 'softmax': only 'sigmoid'"),
+        ({"rope_interleave": False}, r"rope_interleave = false: only True"),
+        ({"num_experts_per_tok": 6}, r"num_experts_per_tok = 6: only 2 x topk_group = 4 is supported"),
+        ({"n_group": 3}, r"n_group = 3: 8 experts"),
+        ({"num_key_value_heads": 2}, r"num_key_value_heads = 2: must be num_attention_heads = 8"),
+        ({"kv_lora_rank": None}, r"kv_lora_rank = absent or null"),
+        ({"rope_parameters": {**LLAMA3}}, r"rope_parameters = .*only default and yarn"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quantization_config\.quant_method = 'fp8'"),
+    ],
+)
+def test_what_a_deepseek_cannot_be_is_refused_with_key_and_value(change, message):
+    with pytest.raises(ConversionError, match=message):
+        read_architecture(deepseek(**change))
+
+
+def test_a_deepseek_that_names_its_own_code_is_read_since_transformers_has_the_family():
+    own = {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}
+    assert read_architecture(deepseek(auto_map=own)) == read_architecture(deepseek())
 
 
 def test_an_inactive_window_and_unknown_harmless_keys_are_no_reason_to_refuse():

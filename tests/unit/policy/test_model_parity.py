@@ -37,6 +37,16 @@ from pnpo_megatron.policy.process_groups import (
     start_distributed,
 )
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 123456.0,
+    "factor": 8.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.707,
+    "original_max_position_embeddings": 256,
+}
 CASES = {
     "qwen2": ("qwen2", {}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
@@ -50,6 +60,12 @@ CASES = {
     "qwen3-moe": ("qwen3_moe", {}),
     "qwen3-moe-not-renormalised": ("qwen3_moe", {"norm_topk_prob": False}),
     "mixtral": ("mixtral", {}),
+    "deepseek": ("deepseek_v3", {}),
+    "deepseek-yarn": ("deepseek_v3", {"rope_parameters": YARN}),
+    "deepseek-without-groups-or-query-latent-tied": (
+        "deepseek_v3",
+        {"n_group": 1, "topk_group": 1, "q_lora_rank": None, "tie_word_embeddings": True},
+    ),
     "llama-linear-rope": (
         "llama",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 123456.0, "factor": 4.0}},
