@@ -66,7 +66,11 @@ class LocalSlurm:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.environment = {"PATH": search_path(), "SLURM_CONF": str(folder / "slurm.conf"), "HOME": str(folder)}
+        self.environment = {
+            "PATH": search_path(),
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "HOME": str(folder),
+        }
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> LocalSlurm:
@@ -110,10 +114,14 @@ class LocalSlurm:
     def _daemon(self, *command: str) -> None:
         with (self.folder / "daemons.out").open("ab") as output:
             self._daemons.append(
-                subprocess.Popen(command, env=self.environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+                subprocess.Popen(
+                    command, env=self.environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                )
             )
 
-    def wait(self, condition: Callable[[], bool], what: str, timeout_s: float, logs: Iterable[Path] = ()) -> None:
+    def wait(
+        self, condition: Callable[[], bool], what: str, timeout_s: float, logs: Iterable[Path] = ()
+    ) -> None:
         """Until `condition` holds; fails with the ends of all logs after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -126,18 +134,25 @@ class LocalSlurm:
     def command(self, *command: str, check: bool = True, **environment: str) -> str:
         """Output of one of Slurm's commands."""
         result = subprocess.run(
-            command, env=self.environment | environment, capture_output=True, text=True, timeout=60, check=False
+            command,
+            env=self.environment | environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         assert not check or result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
         return result.stdout.strip()
 
-    def submit(self, script: str, *arguments: str, folder: Path, options: Iterable[str] = (), **environment: str) -> Job:
+    def submit(
+        self, script: str, *arguments: str, folder: Path, options: Iterable[str] = (), **environment: str
+    ) -> Job:
         """A batch script on both nodes, one rank each, no GPUs, submitted from `folder`."""
         log = folder / "job.log"
         number = self.command(
-            "sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--gpus-per-node=0",
-            f"--chdir={folder}", f"--output={log}", *options, str(ROOT / "scripts" / "slurm" / script), *arguments,
-            PNPO_HOME=str(folder), **environment,
+            "sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1",
+            "--gpus-per-node=0", f"--chdir={folder}", f"--output={log}", *options,
+            str(ROOT / "scripts" / "slurm" / script), *arguments, PNPO_HOME=str(folder), **environment,
         )  # fmt: skip
         return Job(self, number, log)
 

@@ -1,8 +1,7 @@
-"""The batch scripts under a real Slurm of two nodes on this machine (TRAPS H38), with a program of a few lines."""
+"""The batch scripts under a real Slurm of two nodes (TRAPS H38), with a program of a few lines."""
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ from local_slurm import ROOT, Job, LocalSlurm, missing
 SCRIPTS = sorted(path.name for path in (ROOT / "scripts" / "slurm").glob("*.sbatch"))
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "it runs")
 
-# "fail": rank 1 ends with 7 while rank 0 hangs and does not listen. "save": as a training run that a signal stops.
+# "fail": rank 1 ends with 7 while rank 0 hangs and does not listen. "save": stopped by a signal, as training.
 PROGRAM = """#!{python} -S
 import os, pathlib, signal, sys, time
 rank, restart = int(os.environ["RANK"]), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
@@ -47,7 +46,7 @@ def slurm(tmp_path_factory):
 
 @pytest.fixture
 def submit(slurm, tmp_path):
-    """`submit(plan, *options)`: train.sbatch on two nodes, one rank each; waits until both ranks have started."""
+    """`submit(plan, *options)`: train.sbatch on two nodes; waits until both ranks have started."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "pnpo-megatron").write_text(PROGRAM.format(python=sys.executable))
     (tmp_path / "bin" / "pnpo-megatron").chmod(0o755)
@@ -73,7 +72,8 @@ def test_h38_a_rank_that_exits_7_fails_the_job_with_7_and_nothing_is_left_within
     start = time.monotonic()
     job.wait(lambda: job.state() == "FAILED", "the job's end", 30)
     assert job.field("ExitCode") == "7:0"
-    job.wait(lambda: not job.processes(), "the end of its processes", max(1.0, 30 - (time.monotonic() - start)))
+    left = max(1.0, 30 - (time.monotonic() - start))
+    job.wait(lambda: not job.processes(), "the end of its processes", left)
     log = job.log()
     assert "the first to end: n2: task 1: Exited with exit code 7" in log
     assert log.rstrip().endswith("the reason"), "the failing rank's own last words end the log"
@@ -89,7 +89,8 @@ def test_a_stopped_run_goes_back_into_the_queue_and_resumes(submit, slurm, tmp_p
     job.start_soon()
     job.wait(lambda: job.state() == "COMPLETED", "the second start", 30)
     for rank in "01":
-        first, second = (tmp_path / "slurm-logs" / f"pnpo-train-{job.number}.{n}" / f"rank_00{rank}.log" for n in "01")
+        starts = (tmp_path / "slurm-logs" / f"pnpo-train-{job.number}.{start}" for start in "01")
+        first, second = (folder / f"rank_00{rank}.log" for folder in starts)
         where = ["start", "0", rank, "0", "2", "1", "127.0.0.1", f"n{int(rank) + 1}"]
         assert first.read_text().splitlines() == [" ".join(where), f"rank {rank} saved after SIG{how}"]
         assert second.read_text().split()[:2] == ["start", "1"]

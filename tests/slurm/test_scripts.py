@@ -78,16 +78,29 @@ def job(tmp_path):
 
     def run(*arguments, script="train.sbatch", code=0, **more):
         environment = {
-            "PATH": f"{commands}:/usr/bin:/bin", "HOME": str(tmp_path),
-            "STUB_LOG": str(notes), "STUB_CODE": str(code),
-            "PNPO_VENV": str(tmp_path / "venv"), "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "61234",
-            "SLURM_JOB_NODELIST": "n[1-2]", "PNPO_GRACE_S": "1", **more,
+            "PATH": f"{commands}:/usr/bin:/bin",
+            "HOME": str(tmp_path),
+            "STUB_LOG": str(notes),
+            "STUB_CODE": str(code),
+            "PNPO_VENV": str(tmp_path / "venv"),
+            "SLURM_SUBMIT_DIR": str(tmp_path),
+            "SLURM_JOB_ID": "61234",
+            "SLURM_JOB_NODELIST": "n[1-2]",
+            "PNPO_GRACE_S": "1",
+            **more,
         }
         # Slurm runs a copy of the script from its spool folder, so its own path says nothing.
         copy = tmp_path / "spooled"
         shutil.copy(ROOT / "scripts" / "slurm" / script, copy)
-        return subprocess.run(["bash", str(copy), *(arguments or ["config.toml"])], env=environment, cwd="/",
-                              capture_output=True, text=True, timeout=30, check=False)
+        return subprocess.run(
+            ["bash", str(copy), *(arguments or ["config.toml"])],
+            env=environment,
+            cwd="/",
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
 
     return run, notes
 
@@ -118,11 +131,14 @@ def test_h38_a_run_that_ends_well_ends_the_job_well(job):
     assert "requeue" not in (notes / "scontrol").read_text()
 
 
-@pytest.mark.parametrize(("arguments", "environment"), [
-    (["config.toml"], {"PNPO_VENV": "/nowhere"}),
-    (["absent.toml"], {}),
-    (["config.toml"], {"STUB_NO_HOSTS": "1"}),
-])
+@pytest.mark.parametrize(
+    ("arguments", "environment"),
+    [
+        (["config.toml"], {"PNPO_VENV": "/nowhere"}),
+        (["absent.toml"], {}),
+        (["config.toml"], {"STUB_NO_HOSTS": "1"}),
+    ],
+)
 def test_h38_a_failing_setup_step_fails_the_job_before_any_task_starts(job, arguments, environment):
     run, notes = job
     result = run(*arguments, **environment)
@@ -136,8 +152,13 @@ def test_the_ranks_get_torch_s_names_and_one_rendezvous(job):
     run()
     for rank in "01":
         seen = dict(line.split("=") for line in (notes / f"rank_{rank}").read_text().splitlines())
-        assert seen == {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2",
-                        "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "11234"}
+        assert seen == {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "10.0.0.1",
+            "MASTER_PORT": "11234",
+        }
 
 
 def test_a_run_that_stopped_with_a_checkpoint_is_requeued(job):
@@ -171,10 +192,13 @@ def test_a_run_folder_given_as_an_override_is_where_the_exit_code_is_read(job, t
     assert result.returncode == 75, "rank 0 wrote 75: the run is whole, whatever a rank did while it left"
 
 
-@pytest.mark.parametrize(("environment", "requeued"), [
-    ({"STUB_STATE": "CANCELLED"}, False),
-    ({"PNPO_REQUEUE_CODES": "75 7"}, True),
-])
+@pytest.mark.parametrize(
+    ("environment", "requeued"),
+    [
+        ({"STUB_STATE": "CANCELLED"}, False),
+        ({"PNPO_REQUEUE_CODES": "75 7"}, True),
+    ],
+)
 def test_a_cancelled_job_stays_away_and_other_codes_come_back_on_request(job, environment, requeued):
     run, notes = job
     code = 7 if requeued else 75
@@ -184,11 +208,15 @@ def test_a_cancelled_job_stays_away_and_other_codes_come_back_on_request(job, en
 
 def test_a_container_gets_the_repository_the_logs_and_the_mounts(job, tmp_path):
     run, notes = job
-    run(PNPO_CONTAINER="nvcr.io#pnpo:1", PNPO_MOUNTS="/data:/data", PNPO_VENV="/nowhere", SLURM_CPUS_PER_TASK="8")
+    run(PNPO_CONTAINER="registry#pnpo:1", PNPO_MOUNTS="/data:/data", PNPO_VENV="/no", SLURM_CPUS_PER_TASK="8")
     words = (notes / "srun").read_text().split()
     logs = tmp_path / "slurm-logs" / "job-61234.0"
-    assert {"--container-image=nvcr.io#pnpo:1", f"--container-workdir={tmp_path}", "--cpus-per-task=8",
-            f"--container-mounts={tmp_path}:{tmp_path},{logs}:{logs},/data:/data"} <= set(words)
+    assert {
+        "--container-image=registry#pnpo:1",
+        f"--container-workdir={tmp_path}",
+        "--cpus-per-task=8",
+        f"--container-mounts={tmp_path}:{tmp_path},{logs}:{logs},/data:/data",
+    } <= set(words)
 
 
 def test_the_site_s_own_settings_reach_every_rank(job, tmp_path):
@@ -222,8 +250,9 @@ def test_h38_scripts_parse_and_are_strict(path):
         assert "set -euo pipefail" in text
 
 
-@pytest.mark.parametrize("path", [path for path in SCRIPTS if path.suffix == ".sbatch"],
-                         ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [path for path in SCRIPTS if path.suffix == ".sbatch"], ids=lambda path: path.name
+)
 def test_h38_sbatch_lines_come_before_any_command(path):
     lines = path.read_text(encoding="utf-8").splitlines()
     first_command = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
@@ -232,7 +261,8 @@ def test_h38_sbatch_lines_come_before_any_command(path):
 
 
 def test_h38_shellcheck_is_clean():
-    shellcheck = shutil.which("shellcheck", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    beside = str(Path(sys.executable).parent)
+    shellcheck = shutil.which("shellcheck", path=os.pathsep.join([beside, os.environ["PATH"]]))
     assert shellcheck, "requirements/dev.txt installs it"
     command = [shellcheck, "-x", "-f", "json", *map(str, SCRIPTS), str(ROOT / ".ci" / "run")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)

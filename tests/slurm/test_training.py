@@ -23,10 +23,10 @@ from tiny_task import (  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(bool(missing()), reason=missing() or "it runs"),
 ]
-RUN_S = 240.0
+RUN_S, PATIENT = 480.0, "--run.timeout_s=480"
 # A weight whose second rank ends without a word in its fifth update.
 EXIT_7 = """
 import os
@@ -57,7 +57,7 @@ def task(tmp_path_factory):
 @pytest.fixture(scope="module")
 def by_torchrun(task):
     """What two ranks under torchrun write."""
-    code, output = finish(start_training(write_config(task, task / "torchrun"), ranks=2), RUN_S)
+    code, output = finish(start_training(write_config(task, task / "torchrun"), PATIENT, ranks=2), RUN_S)
     assert code == 0, output
     return without_times(read_metrics(task / "torchrun"))
 
@@ -70,7 +70,7 @@ def submit(slurm, task, tmp_path):
         config = str(write_config(task, folder))
         settings = environment() | {"PNPO_VENV": sys.prefix} | more
         settings = {name: settings[name] for name in settings if not name.startswith("PYTEST")}
-        return slurm.submit("train.sbatch", config, *arguments, folder=tmp_path, **settings)
+        return slurm.submit("train.sbatch", config, PATIENT, *arguments, folder=tmp_path, **settings)
 
     return run
 
@@ -101,8 +101,11 @@ def test_a_run_stopped_by_term_and_requeued_ends_with_the_same_numbers(submit, s
 
 def test_a_training_rank_that_exits_7_ends_the_job_with_7_within_30_s(submit, task, tmp_path):
     (tmp_path / "fatal.py").write_text(EXIT_7)
-    job = submit(task / "fatal", "--objective.weight=fatal:weight",
-                 PYTHONPATH=f"{tmp_path}:{environment()['PYTHONPATH']}")
+    job = submit(
+        task / "fatal",
+        "--objective.weight=fatal:weight",
+        PYTHONPATH=f"{tmp_path}:{environment()['PYTHONPATH']}",
+    )
     job.wait(lambda: "Exited with exit code 7" in job.log(), "rank 1's end", RUN_S)
     end = time.monotonic()
     job.wait(lambda: job.state() == "FAILED" and not job.processes(), "the end of everything", 30)
