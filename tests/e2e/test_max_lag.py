@@ -1,0 +1,67 @@
+"""rollout.max_lag = 1 on real parts: versions, lags, weights away from 1, and a stop between batches."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from tiny_task import finish, make_task, read_metrics, start_training, without_times, write_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+FLAGS = (
+    "--rollout.max_lag=1", "--objective.old_logprobs=rollout", "--rollout.max_mismatch=10", "--eval.every=0",
+    "--rollout.dynamic_sampling=true", "--rollout.overlong=mask", "--reward.memory_bytes=3000000000",
+)  # fmt: skip
+
+
+def train(task: Path, name: str, *flags: str, steps: int = 4) -> Path:
+    folder = task / name
+    code, output = finish(start_training(write_config(task, folder, steps=steps), *FLAGS, *flags), 900)
+    assert code == 0, output
+    return folder
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="module")
+def whole(task: Path) -> Path:
+    return train(task, "whole")
+
+
+def versions(folder: Path, step: int) -> set[int]:
+    lines = (folder / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()
+    return {json.loads(line)["version"] for line in lines}
+
+
+def test_batches_are_one_step_behind_and_say_so(whole: Path) -> None:
+    assert [versions(whole, step) for step in (1, 2, 3, 4)] == [{0}, {0}, {1}, {2}]
+    rows = [row for row in read_metrics(whole) if row["kind"] == "update"]
+    firsts = [next(row for row in rows if row["step"] == step) for step in (1, 2, 3, 4)]
+    assert [row["rollout/version_lag"] for row in firsts] == [0.0, 1.0, 1.0, 1.0]
+    taken = [sum(not row["update/skipped"] for row in rows if row["step"] == step) for step in (1, 2, 3)]
+    assert [row["lag"] for row in firsts] == [0, *taken]
+    assert all(abs(row["weight/max"] - 1) > 1e-3 for row in firsts[1:]), "the lag shows in the weights"
+    assert abs(firsts[0]["weight/max"] - 1) < 1e-3
+
+
+def test_a_lagging_run_killed_after_a_checkpoint_goes_on_to_the_same_numbers(task: Path, whole: Path) -> None:
+    """The batch sampled ahead is on the disk, named by the checkpoint: neither lost nor redrawn."""
+    folder = task / "killed"
+    process = start_training(write_config(task, folder, steps=4), *FLAGS)
+    deadline = time.monotonic() + 900
+    while not (folder / "checkpoints" / "step_000002" / "run_state.json").is_file():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    while (folder / "latest").read_text().strip() < "step_000002":
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.kill()
+    process.communicate()
+    code, output = finish(start_training(folder.with_suffix(".toml"), *FLAGS), 900)
+    assert code == 0 and "resuming after" in output, output
+    assert without_times(read_metrics(folder)) == without_times(read_metrics(whole))
