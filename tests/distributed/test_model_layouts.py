@@ -111,3 +111,23 @@ def test_h27_experts_are_exported_whole_and_learn_the_same_under_every_split(spa
                 assert torch.equal(run["before"][tensor], source.tensor(tensor)), (name, rank, tensor)
                 gap = float((run["after"][tensor] - value).abs().max())
                 assert gap <= 2e-6, (name, tensor, gap)
+
+
+LATENT_LAYOUTS: dict[str, dict[str, Any]] = {"EP2": {"expert": 2}, "PP2": {"pipeline": 2}, "DP2": {}}
+
+
+def every_latent_layout(folder: str) -> dict[str, dict[str, Any]]:
+    return {name: trained(Path(folder), sizes, 2) for name, sizes in LATENT_LAYOUTS.items()}
+
+
+@pytest.mark.slow
+def test_latent_attention_learns_the_same_under_every_split_and_leaves_the_correction_alone(spawn, tmp_path):
+    folder = save_hf_model(make_hf_model("deepseek_v3", num_hidden_layers=3), tmp_path / "hf")
+    (reference,) = spawn(one_rank, 1, str(folder), timeout_s=300)
+    for layouts in spawn(every_latent_layout, 2, str(folder), timeout_s=600):
+        for name, run in layouts.items():
+            for tensor, value in reference["after"].items():
+                kept = tensor.endswith("e_score_correction_bias")
+                assert torch.equal(run["before"][tensor], value) == kept, (name, tensor)
+                gap = float((run["after"][tensor] - value).abs().max())
+                assert gap <= 2e-6, (name, tensor, gap)
