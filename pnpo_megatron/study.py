@@ -152,7 +152,9 @@ def compare_study(path: Path, *, worker: bool = False) -> bool:
     from pnpo_megatron.checkpoints import Start
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("compare works in single processes: start it without torchrun, with `processes = N`")
+        raise ConfigError(
+            "compare works in single processes: start it without torchrun, with `processes = N`"
+        )
     study = read_study(path)
     for cell in study.cells:
         Start().check(cell.config)  # a folder begun with other settings must not end up in the table
