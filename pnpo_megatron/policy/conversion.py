@@ -20,7 +20,7 @@ from pnpo_megatron.convert.hf_writer import published_whole, refuse_existing, wr
 from pnpo_megatron.convert.progress import progress_bar
 from pnpo_megatron.convert.stream import export_hf
 from pnpo_megatron.errors import ConversionError
-from pnpo_megatron.manifest import digest, write_manifest
+from pnpo_megatron.manifest import MANIFEST_FILE, damage, digest, write_manifest
 from pnpo_megatron.parallel.groups import ParallelGroups
 from pnpo_megatron.policy.checkpoint import ARCHITECTURE_FILE, HF_FILES, checkpoint_content, load_checkpoint
 from pnpo_megatron.policy.checkpoint_save import files_of
@@ -125,8 +125,24 @@ def hf_to_megatron(plan: Plan, *, overwrite: bool = False) -> None:
         write_manifest(folder, {str(path.relative_to(folder)): digest(path) for path in files_of(folder)})
 
 
+def refuse_damaged(megatron: Path) -> None:
+    """Compare a checkpoint with its manifest, where it has one: torch checks no sum when it reads.
+
+    Raises:
+        ConversionError: naming the files.
+    """
+    wrong = damage(megatron) if (megatron / MANIFEST_FILE).exists() else []
+    if wrong:
+        raise ConversionError(f"{megatron} is damaged: {'; '.join(wrong[:3])}; copy it again")
+
+
 def megatron_to_hf(plan: Plan, megatron: Path, *, overwrite: bool = False) -> None:
-    """Write the HF folder of a plan, one tensor at a time."""
+    """Write the HF folder of a plan, one tensor at a time.
+
+    Raises:
+        ConversionError: the checkpoint is not what was written, or not of its config.json.
+    """
+    refuse_damaged(megatron)
     weights = WeightsReader(megatron, plan.source.architecture)
     with progress_bar("writing", plan.total_bytes) as advance, one_process():
         tensors = weights.tensors(plan.dtype, advance)
