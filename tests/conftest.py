@@ -27,7 +27,7 @@ def process_server() -> Any:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking for a GPU must not spoil later forks
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "pnpo_megatron.policy"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "pnpo_megatron.run"])
     return context
 
 

@@ -92,8 +92,31 @@ def load_checkpoint(
     if optimizer is not None:
         # Megatron copies into leaf views of the fp32 parameters, which autograd forbids outside no_grad.
         with torch.no_grad():
-            optimizer.load_state_dict(loaded["optimizer"])
+            optimizer.load_state_dict(_regrouped(loaded["optimizer"], optimizer))
     _wait_for_all(groups)
+
+
+def _regrouped(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any, Any]:
+    """A distributed optimizer's state for the optimizers and parameter groups of this layout.
+
+    Experts that are split have groups, and an optimizer, of their own; under another layout they have none.
+    Of a group only the count of steps is state, the same in all: rate and decay are set at every update.
+    """
+    parts: Sequence[Any] = optimizer.chained_optimizers
+    states = [loaded] if len(parts) == 1 else [loaded[index] for index in range(len(parts))]
+    if "param_state" not in states[0]:
+        return loaded
+    saved = [state["optimizer"]["param_groups"] for state in (loaded, *loaded.values()) if _has_groups(state)]
+    (step,) = {group["step"] for groups in saved for group in groups if "step" in group}
+    for part, state in zip(parts, states, strict=True):
+        groups = part.state_dict()["optimizer"]["param_groups"]
+        state["optimizer"] = {"param_groups": [group | {"step": step} for group in groups]}
+        state.setdefault("param_state_sharding_type", "fully_reshardable")
+    return loaded
+
+
+def _has_groups(state: Any) -> bool:
+    return isinstance(state, dict) and isinstance(state.get("optimizer"), dict)
 
 
 def _described(layout: dict[str, int]) -> str:

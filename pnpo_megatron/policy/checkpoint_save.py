@@ -155,7 +155,7 @@ class CheckpointSave:
                 names += sorted(name for name in present - before if not _of_a_rank(name))
             self._digests = {name: digest(self._partial / name) for name in names}
         except Exception as error:  # told to every rank, by `finish`
-            self._error = f"{type(error).__name__}: {error}"
+            self._error = f"{type(error).__name__}: {error}; {_room(self._partial)}"
         self._buckets = []
 
     def _write_small_files(self) -> None:
@@ -242,6 +242,12 @@ def _write_bucket(index: int, bucket: Any, writer: Any) -> list[Any]:
     return places
 
 
+def _room(folder: Path) -> str:
+    """A full disk reaches us as an error of torch's archive writer that does not say so."""
+    free = shutil.disk_usage(folder).free
+    return f"{free / 2**20:,.1f} MiB are free there{', so the disk is full' if free < 2**20 else ''}"
+
+
 def _copied(bucket: Any) -> Any:
     """A bucket that training cannot change any more. Tensors from a GPU are copies already."""
     path, name, (values, tensors) = bucket
@@ -285,6 +291,7 @@ def sharded_state(
     """Megatron's description of the global tensors and of this rank's share in them."""
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable" if portable else "dp_reshardable",
+        "chained_optim_avoid_prefix": True,  # names that do not depend on how many optimizers there are
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     # The model inside: DDP would put "module." before every name.
