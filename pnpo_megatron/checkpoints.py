@@ -150,12 +150,13 @@ class Checkpoints:
             portable=self._is_portable(at),
             config=self._config.flat(),
         )
+        background = self._config.checkpoint.asynchronous and not wait
         try:
-            self._begin(at, state, background=self._config.checkpoint.asynchronous and not wait)
+            self._begin(at, state, background)
         except CheckpointError as error:
             self._failed(error, wait)
-        if wait:
-            self.finish(must=True)
+        if not background:
+            self.finish(must=wait)
 
     def poll(self) -> None:
         """Publish a save whose ranks have all written. Cheap: nothing is waited for."""
@@ -201,8 +202,6 @@ class Checkpoints:
             background=background,
         )
         self._pending = save, state
-        if not background:
-            self.finish()
 
     def _is_portable(self, at: Position) -> bool:
         """Gathering the optimizer state costs time, and host memory on every rank: not at every save."""

@@ -130,3 +130,12 @@ def test_a_run_can_go_on_without_a_checkpoint_that_does_not_fit(task, flags, who
     assert codes == [0] and 'going on without it (checkpoint.on_failure = "go_on")' in output, output
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_000001", "step_000003"]
     same_run(folder, whole)
+
+
+def test_a_run_does_not_end_well_without_its_last_checkpoint(task, flags, process_server):
+    folder = task / "no_last"
+    flags = (*flags, "--checkpoint.on_failure=go_on")
+    codes, output = run(
+        process_server, write_config(task, folder), *flags, patch="full_disk:from_the_second_save_on"
+    )
+    assert codes == [1] and "step_000003 could not be saved" in output, output
