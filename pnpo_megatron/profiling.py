@@ -61,10 +61,10 @@ class StepProfile:
         return stopped
 
     def _write(self) -> None:
-        """RUN/profile/step_NNNNNN_rank_R.json for chrome://tracing or Perfetto, and the table beside it."""
+        """RUN/profile/step_NNNNNN_rank_R.json.gz for chrome://tracing or Perfetto, and the table beside it."""
         target = self.folder / "profile" / f"step_{self.step:06d}_rank_{self.rank}"
         target.parent.mkdir(parents=True, exist_ok=True)
-        self._running.export_chrome_trace(f"{target}.json")
+        self._running.export_chrome_trace(f"{target}.json.gz")
         table = step_table(self._running.key_averages())
         Path(f"{target}.txt").write_text(table, encoding="utf-8")
         if self.rank == 0:
