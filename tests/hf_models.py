@@ -115,6 +115,15 @@ def randomise(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """As transformers loads it in ``dtype``: the correction of a router's scores stays float32."""
+    model.to(dtype)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.data = buffer.data.float()
+    return model
+
+
 def save_hf_model(model: PreTrainedModel, folder: Path, max_shard_size: str = "5GB") -> Path:
     """As `save_pretrained` writes it, with the small files a published model carries."""
     model.save_pretrained(folder, max_shard_size=max_shard_size)

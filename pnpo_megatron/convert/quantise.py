@@ -79,7 +79,7 @@ def plan_quantisation(kind: str, calibration: Path | None, source: HfFolder) -> 
         version("nvidia-modelopt")
     except PackageNotFoundError:
         raise ConversionError(
-            f'--quantize {kind} needs nvidia-modelopt: pip install "pnpo-megatron[convert]"'
+            f"--quantize {kind} needs nvidia-modelopt: pip install -r requirements/convert.txt"
         ) from None
     tokenizer = load_tokenizer(source.path)
     template = "chat" if getattr(tokenizer, "chat_template", None) else "raw"

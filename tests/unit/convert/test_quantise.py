@@ -68,7 +68,7 @@ def test_without_modelopt_the_way_to_install_it_is_named(tmp_path, calibration, 
 
     monkeypatch.setattr(quantise, "version", absent)
     source = HfFolder(save_hf_model(make_hf_model("qwen2"), tmp_path / "hf"))
-    with pytest.raises(ConversionError, match=r'nvidia-modelopt: pip install "pnpo-megatron\[convert\]"'):
+    with pytest.raises(ConversionError, match=r"nvidia-modelopt: pip install -r requirements/convert\.txt"):
         quantise.plan_quantisation("fp8", calibration, source)
 
 
