@@ -23,6 +23,10 @@ class RolloutError(RuntimeError):
     """The rollout engine failed, died, or passed its deadline."""
 
 
+class NoResponsesError(RolloutError):
+    """Every prompt of a call was refused; the engine goes on."""
+
+
 class MismatchError(RuntimeError):
     """Learner and engine disagree about the same weights."""
 

@@ -157,10 +157,11 @@ class EvalResult:
 
     def print_table(self, console: Console | None = None) -> None:
         """A table for people: scores in percent with the standard error over problems."""
+        from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table
 
-        table = Table(title="Evaluation", title_justify="left")
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
         for heading in (
             "benchmark",
             "problems",
@@ -181,7 +182,7 @@ class EvalResult:
             table.add_row(*sizes, *cells, f"{row['length_mean']:.1f}")
         table.add_section()
         table.add_row("macro", "", "", _percent(self.macro.mean), _percent(self.macro.stderr))
-        (console or Console()).print(table)
+        (console or Console(soft_wrap=True)).print(table)
 
 
 def read_result(path: Path) -> EvalResult:

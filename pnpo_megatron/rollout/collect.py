@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Literal
@@ -11,7 +12,7 @@ from typing import Literal
 import torch
 
 from pnpo_megatron.algorithm.advantages import group_relative
-from pnpo_megatron.errors import RewardFaultError, RolloutError
+from pnpo_megatron.errors import NoResponsesError, RewardFaultError, RolloutError
 from pnpo_megatron.seeds import derive_seed
 from pnpo_megatron.types import (
     Grade,
@@ -144,9 +145,10 @@ def _sample(
     """Groups by prompt id, graded while others still generate, and the seconds that grading took beyond."""
     waiting: dict[str, tuple[RolloutGroup, Callable[[], list[RewardResult]]]] = {}
     seed = (settings.seed, "rollout", step)
-    for group in sampler.generate(prompts, settings.group_size, settings.sampling, seed):
-        inputs = [_reward_input(group.prompt, one) for one in group.rollouts]
-        waiting[group.prompt.id] = group, grade(inputs)
+    with suppress(NoResponsesError):  # a refill may be a single bad prompt
+        for group in sampler.generate(prompts, settings.group_size, settings.sampling, seed):
+            inputs = [_reward_input(group.prompt, one) for one in group.rollouts]
+            waiting[group.prompt.id] = group, grade(inputs)
     generated = perf_counter()
     done = {name: _Graded(group, results()) for name, (group, results) in waiting.items()}
     return done, perf_counter() - generated

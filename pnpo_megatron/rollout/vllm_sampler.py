@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pnpo_megatron.errors import ConfigError, RolloutError
+from pnpo_megatron.errors import ConfigError, NoResponsesError, RolloutError
 from pnpo_megatron.rollout.messages import (
     Abort,
     CallDone,
@@ -314,7 +314,7 @@ class VllmSampler:
         for failure in self.failures:
             LOG.warning("prompt %s gave no group: %s", failure.prompt_id, failure.reason)
         if prompts and not done:
-            raise RolloutError(f"all {len(prompts)} prompts failed; the first: {self.failures[0]}")
+            raise NoResponsesError(f"all {len(prompts)} prompts failed; the first: {self.failures[0]}")
 
     def _generated(self, call: int, deadline: float, done: int, requested: int) -> Reply:
         if call != self._open_call:

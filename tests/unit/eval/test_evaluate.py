@@ -227,7 +227,5 @@ def test_the_table_shows_percent_with_standard_errors() -> None:
     run(always("Answer: 5"), benchmark("toy", "5", "6")).print_table(console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     toy = next(line for line in text.splitlines() if "toy" in line)
-    assert [cell.strip() for cell in toy.strip("│┃ ").split("│")] == [
-        "toy", "2", "4", "50.0", "50.0", "50.0", "50.0", "0.0", "9.0"
-    ]  # fmt: skip
+    assert toy.split() == ["toy", "2", "4", "50.0", "50.0", "50.0", "50.0", "0.0", "9.0"]
     assert "macro" in text

@@ -11,7 +11,7 @@ from pnpo_megatron.data.batching import mini_batches
 from pnpo_megatron.data.packing import flatten, pack
 from pnpo_megatron.data.partition import Layout
 from pnpo_megatron.data.prompts import PromptSource
-from pnpo_megatron.errors import DataError, RewardFaultError, RolloutError
+from pnpo_megatron.errors import DataError, NoResponsesError, RewardFaultError, RolloutError
 from pnpo_megatron.rollout.collect import CollectSettings, Overlong, collect
 from pnpo_megatron.rollout.store import RolloutStore
 from pnpo_megatron.types import Prompt, RewardResult, Rollout, RolloutGroup, Sampling
@@ -29,6 +29,8 @@ class FakeSampler:
         for prompt in reversed(prompts):
             if prompt.id not in self.drop:
                 yield RolloutGroup(prompt, tuple(self._rollout(prompt, i) for i in range(group_size)))
+        if all(prompt.id in self.drop for prompt in prompts):
+            raise NoResponsesError("all prompts failed")
 
     def _rollout(self, prompt, sample):
         length = 2 + sample
