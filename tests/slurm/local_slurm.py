@@ -1,4 +1,4 @@
-"""A real Slurm on this machine: munge, one controller and two nodes, in one folder, gone when it is closed.
+"""A real Slurm on this machine: munge, one controller and four nodes, in one folder, gone when it is closed.
 
 The nodes pretend to have the CPUs and GPUs that the batch scripts ask for; nothing is bound to them.
 """
@@ -18,9 +18,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo", "squeue")
-RUNNING_NODES = ("n1", "n2")
+NODES = ("n1", "n2", "n3", "n4")
+"""As many as the documented example asks for; jobs that run take the first two."""
 START_S = 30.0
-# Four nodes are known, so that `sbatch --test-only` can place the documented example; two of them run.
 CONFIG = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -85,11 +85,12 @@ class LocalSlurm:
         self.close()
 
     def _start(self) -> None:
-        controller, *ports = free_ports(5)
+        controller, *ports = free_ports(1 + len(NODES))
         host = socket.gethostname().split(".")[0]
         nodes = "\n".join(
-            f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=64 Gres=gpu:8"
-            for number, port in enumerate(ports, start=1)
+            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} "
+            "CPUs=64 RealMemory=1000000 Gres=gpu:8"
+            for name, port in zip(NODES, ports, strict=True)
         )
         text = CONFIG.format(host=host, controller=controller, folder=self.folder, nodes=nodes)
         (self.folder / "slurm.conf").write_text(text)
@@ -106,10 +107,10 @@ class LocalSlurm:
         self._daemon("munged", "--foreground", "--force", f"--key-file={key}", *options)
         self.wait((self.folder / "munge.socket").exists, "munged's socket", START_S)
         self._daemon("slurmctld", "-D", "-i")
-        for name in RUNNING_NODES:
+        for name in NODES:
             self._daemon("slurmd", "-D", "-N", name)
         idle = ("sinfo", "-h", "-t", "idle", "-o", "%D")
-        self.wait(lambda: self.command(*idle, check=False) == "2", "two idle nodes", START_S)
+        self.wait(lambda: self.command(*idle, check=False) == str(len(NODES)), "idle nodes", START_S)
 
     def _daemon(self, *command: str) -> None:
         with (self.folder / "daemons.out").open("ab") as output:
@@ -150,8 +151,8 @@ class LocalSlurm:
         """A batch script on both nodes, one rank each, no GPUs, submitted from `folder`."""
         log = folder / "job.log"
         number = self.command(
-            "sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1",
-            "--gpus-per-node=0", f"--chdir={folder}", f"--output={log}", *options,
+            "sbatch", "--parsable", "--nodes=2", "--nodelist=n1,n2", "--ntasks-per-node=1",
+            "--cpus-per-task=1", "--gpus-per-node=0", f"--chdir={folder}", f"--output={log}", *options,
             str(ROOT / "scripts" / "slurm" / script), *arguments, PNPO_HOME=str(folder), **environment,
         )  # fmt: skip
         return Job(self, number, log)

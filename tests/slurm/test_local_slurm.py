@@ -82,10 +82,10 @@ def test_h38_a_rank_that_exits_7_fails_the_job_with_7_and_nothing_is_left_within
 @pytest.mark.parametrize("how", ["TERM", pytest.param("USR1", marks=pytest.mark.slow)])
 def test_a_stopped_run_goes_back_into_the_queue_and_resumes(submit, slurm, tmp_path, how):
     """TERM by hand; USR1 as Slurm sends it before the time limit (it looks every 30 s)."""
-    job = submit("save", *(["--time=1", "--signal=USR1@60"] if how == "USR1" else []))
+    job = submit("save", *(["--time=2", "--signal=USR1@90"] if how == "USR1" else []))
     if how == "TERM":
         slurm.command("scancel", "--signal=TERM", job.number)
-    job.wait(lambda: job.state() == "PENDING" and job.field("Restarts") == "1", "the requeued job", 60)
+    job.wait(lambda: job.state() == "PENDING" and job.field("Restarts") == "1", "the requeued job", 100)
     job.start_soon()
     job.wait(lambda: job.state() == "COMPLETED", "the second start", 30)
     for rank in "01":
