@@ -34,9 +34,7 @@ class PlainAdam(torch.optim.Optimizer):
         adam_w_mode: bool = True,
     ) -> None:
         if not adam_w_mode:
-            raise ValueError(
-                "adam_w_mode = False: only decoupled weight decay is supported; use True"
-            )
+            raise ValueError("adam_w_mode = False: only decoupled weight decay is supported; use True")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()

@@ -128,6 +128,7 @@ class Routing:
         for group in (self.groups.dp_cp, self.groups.tp if self.split else None, self.groups.pp):
             load = sum_over(load, group)
         load = load[load.sum(1) > 0]  # the first layers of some families have no experts
+        load = load[load.any(1)] if load.any() else load  # layers without experts aside
         mean = load.mean(1).clamp(min=1.0)
         return {
             "moe/max_load": float((load.amax(1) / mean).mean()),
