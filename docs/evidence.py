@@ -21,10 +21,13 @@ from matplotlib.figure import Figure
 
 from pnpo_megatron.analysis.compare import (
     differences,
+    final,
     grouped,
     headings,
+    interval,
     macro,
     markdown,
+    problem_scores,
     rows_of,
 )
 
@@ -45,6 +48,28 @@ def by_epoch(results: dict[str, Any]) -> str:
     width = max(len(row) for row in rows)
     padded = [row + [None] * (width - len(row)) for row in rows]
     return markdown(["setting", "", *(f"epoch {epoch}" for epoch in range(1, width - 1))], padded)
+
+
+def per_response(results: dict[str, Any]) -> str:
+    """Four epochs at their end against one epoch at its first evaluation, which has seen more responses."""
+    groups, rows = grouped(results), []
+    for name in [name for name in groups if name.endswith("epochs=4")]:
+        ones = {run["seed"]: run for run in groups[name.replace("epochs=4", "epochs=1")]}
+        pairs = [(run, ones[run["seed"]]) for run in groups[name] if run["seed"] in ones]
+        early = [one["evaluations"][1] for _, one in pairs]
+        late = [problem_scores(final(four)) for four, _ in pairs]
+        gaps = [
+            [a - b for a, b in zip(x, problem_scores(y), strict=True)]
+            for x, y in zip(late, early, strict=True)
+        ]
+        mean, low, high = (100 * value for value in interval(gaps))
+        seen = [early[0]["update"] * one["responses"] // one["updates"] for _, one in pairs[:1]]
+        rows.append([
+            name, len(pairs), f"{100 * fmean(macro(final(four)) for four, _ in pairs):.1f} after "
+            f"{pairs[0][0]['responses']:,}", f"{100 * fmean(map(macro, early)):.1f} after {seen[0]:,}",
+            f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]",
+        ])  # fmt: skip
+    return markdown(["setting", "n", "its end, responses", "epochs=1, responses", "difference"], rows)
 
 
 def draw(results: dict[str, Any]) -> None:
@@ -80,6 +105,7 @@ def main() -> None:
         "scores": markdown(headings(results), rows_of(results)),
         "differences": markdown(*differences(results)),
         "epochs": by_epoch(results),
+        "responses": per_response(results),
     }
     page = DOCS / "EVIDENCE.md"
     text = page.read_text(encoding="utf-8")

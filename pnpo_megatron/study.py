@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from pnpo_megatron.algorithm.presets import OBJECTIVE_KEYS
-from pnpo_megatron.analysis.compare import headings, markdown, rows_of, run_result, write_results
+from pnpo_megatron.analysis.compare import headings, joined, markdown, rows_of, run_result, write_results
 from pnpo_megatron.analysis.report import flatten
 from pnpo_megatron.config import Config, load_config
 from pnpo_megatron.errors import ConfigError, RolloutError, TrainingFaultError
@@ -185,11 +185,13 @@ def study_results(study: Study) -> dict[str, Any]:
         "settings": list(study.settings),
         "seeds": list(study.seeds),
         "failed": faults,
-        "runs": [
-            run_result(cell.config.run.folder, cell.setting, cell.seed)
-            for cell in study.cells
-            if cell.finished
-        ],
+        **joined(
+            [
+                run_result(cell.config.run.folder, cell.setting, cell.seed)
+                for cell in study.cells
+                if cell.finished
+            ]
+        ),
     }
 
 

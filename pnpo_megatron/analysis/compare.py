@@ -15,6 +15,7 @@ from torch import Tensor
 from pnpo_megatron.analysis import page, plots
 from pnpo_megatron.analysis.run_folder import number, read_run
 from pnpo_megatron.analysis.series import Line
+from pnpo_megatron.errors import DataError
 
 Run = Mapping[str, Any]
 RESAMPLES = 10_000
@@ -34,13 +35,13 @@ def run_result(folder: Path, setting: str, seed: int) -> dict[str, Any]:
     """What the table needs of one finished run; per problem the number of right samples."""
     run = read_run(folder)
     updates = {int(row["step"]): int(row["update"]) for row in run.evals}
-    evaluations = []
+    evaluations, problems = [], {}
     for path in sorted((folder / "eval").glob("step_*.json")):
         scored = json.loads(path.read_text(encoding="utf-8"))
-        right = {
-            name: {"k": one["k"], "right": {problem: sum(row) for problem, row in one["correct"].items()}}
-            for name, one in scored["benchmarks"].items()
-        }
+        right = {}
+        for name, one in scored["benchmarks"].items():
+            problems[name] = sorted(one["correct"])
+            right[name] = {"k": one["k"], "right": [sum(one["correct"][key]) for key in problems[name]]}
         evaluations.append({"update": updates[scored["step"]], "benchmarks": right})
     epochs = sorted({int(row["epoch"]) for row in run.updates})
 
@@ -65,15 +66,26 @@ def run_result(folder: Path, setting: str, seed: int) -> dict[str, Any]:
             for name in timers
         },
         "evaluations": evaluations,
+        "problems": problems,
     }
+
+
+def joined(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """All runs, and once for all of them the problems that they were scored on.
+
+    Raises:
+        DataError: they were not scored on the same ones.
+    """
+    problems = [run.pop("problems") for run in runs]
+    if any(one != problems[0] for one in problems):
+        raise DataError("the study's runs were evaluated on different problems; use one set of benchmarks")
+    return {"problems": problems[0] if problems else {}, "runs": list(runs)}
 
 
 def problem_scores(evaluation: Mapping[str, Any]) -> list[Tensor]:
     """One [problems] float64 a benchmark: each problem's share of right samples, in the order of its ids."""
-    return [
-        torch.tensor([one["right"][key] for key in sorted(one["right"])], dtype=torch.float64) / one["k"]
-        for _, one in sorted(evaluation["benchmarks"].items())
-    ]
+    benchmarks = [one for _, one in sorted(evaluation["benchmarks"].items())]
+    return [torch.tensor(one["right"], dtype=torch.float64) / one["k"] for one in benchmarks]
 
 
 def macro(evaluation: Mapping[str, Any]) -> float:
@@ -239,7 +251,7 @@ def build_page(results: Mapping[str, Any]) -> str:
 def write_results(results: Mapping[str, Any], folder: Path) -> None:
     """results.json, results.md and report.html, each whole or not at all."""
     texts = {
-        "results.json": json.dumps(results) + "\n",
+        "results.json": json.dumps(results, separators=(",", ":")) + "\n",
         "results.md": summary(results),
         "report.html": build_page(results),
     }

@@ -13,9 +13,11 @@ from synthetic_run import write_synthetic_run
 from pnpo_megatron.analysis.compare import (
     build_page,
     difference,
+    differences,
     final,
     headings,
     interval,
+    joined,
     macro,
     markdown,
     peak,
@@ -25,6 +27,7 @@ from pnpo_megatron.analysis.compare import (
     summary,
     write_results,
 )
+from pnpo_megatron.errors import DataError
 
 PROBLEMS, K = 40, 4
 
@@ -53,7 +56,14 @@ def results(tmp_path_factory):
             run = write_run(folder / f"{setting}{seed}", seed=10 * seed + len(setting), gain=gain)
             runs.append(run_result(run, setting, seed))
     settings = ["grpo", "pnpo", "gspo"]
-    return {"name": "s", "baseline": "grpo", "settings": settings, "seeds": [0, 1, 2, 3], "runs": runs}
+    head = {"name": "s", "baseline": "grpo", "settings": settings, "seeds": [0, 1, 2, 3]}
+    return head | joined(runs)
+
+
+def test_runs_of_other_problems_do_not_get_into_one_table(results):
+    runs = [run | {"problems": {"sums": [f"p{index}"]}} for index, run in enumerate(results["runs"])]
+    with pytest.raises(DataError, match="different problems"):
+        joined(runs)
 
 
 def test_a_result_holds_what_the_run_folder_says(results, tmp_path):
@@ -125,3 +135,11 @@ def test_the_page_fetches_nothing_and_names_what_failed(results):
     text = build_page(results | {"failed": {"pnpo, seed 3": "engine died"}})
     assert "http://" not in text.replace("http://www.w3.org", "") and "https://" not in text
     assert "pnpo, seed 3: engine died" in text and text.count("<figure>") == 2
+
+
+def test_the_evidence_page_holds_the_tables_of_the_stored_results():
+    docs = Path(__file__).resolve().parents[3] / "docs"
+    stored = json.loads((docs / "results" / "study.json").read_text(encoding="utf-8"))
+    page = (docs / "EVIDENCE.md").read_text(encoding="utf-8")
+    assert markdown(headings(stored), rows_of(stored)) in page
+    assert markdown(*differences(stored)) in page
