@@ -16,7 +16,7 @@ from learner_parts import make_learner, random_sequences, share
 from pnpo_megatron.algorithm.presets import make_objective
 from pnpo_megatron.types import TrainSequence
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]  # `test_model_checkpoint` has a part of it
 GATE = {"clip_low": 0.9, "clip_high": 9.0, "dual_clip": 10.0}
 """Wide: a token whose weight lies on a bound would flip with the last bit of its log-prob."""
 LIMIT = 5e-6
