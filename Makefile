@@ -64,8 +64,8 @@ test-gpu: $(STAMP)  ## the tests that need a CUDA device
 test-integrations: $(BENCH_STAMP)  ## PNPO inside verl and TRL, in the bench environment
 	@PYTHONPATH=. $(BENCH_VENV)/bin/python -m pytest --noconftest tests/integrations
 
-bench: $(STAMP) $(BENCH_STAMP)  ## measure communication, memory and cost, TRL and verl beside it (about 20 minutes)
-	@for script in communication packing cost_growth head_memory checkpoint; do echo "bench: $$script"; PYTHONPATH=. $(BIN)/python bench/$$script.py; done
+bench: $(STAMP) $(BENCH_STAMP)  ## measure communication, memory and cost, TRL and verl beside it (about 25 minutes)
+	@for script in communication packing cost_growth head_memory checkpoint conversion; do echo "bench: $$script"; PYTHONPATH=. $(BIN)/python bench/$$script.py; done
 	@echo "bench: objective_cost"; PYTHONPATH=. $(BENCH_VENV)/bin/python bench/objective_cost.py
 	@$(BIN)/python bench/write_tables.py
 
