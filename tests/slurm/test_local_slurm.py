@@ -102,6 +102,7 @@ def test_a_job_that_a_person_cancels_does_not_come_back(submit, slurm):
     slurm.command("scancel", job.number)
     job.wait(lambda: job.state() == "CANCELLED" and not job.processes(), "the job's end", 30)
     assert (job.field("Restarts"), "saved after SIGTERM" in job.log()) == ("0", True)
+    assert "queue" not in job.log(), "nobody even asked Slurm to take it back"
     assert job.number not in slurm.command("squeue", "-h", "-o", "%i").split()
 
 
