@@ -1,6 +1,6 @@
 """Save and load of model and optimizer: bandwidth, and what a save in the background costs the next update.
 
-    OMP_NUM_THREADS=1 PYTHONPATH=. python bench/checkpoint.py [--layers 8] [--rounds 5] [--folder DIR] [--out FILE]
+    PYTHONPATH=. python bench/checkpoint.py [--layers 8] [--rounds 5] [--folder DIR] [--out FILE]
 
 One rank, Qwen2 of hidden size 512, float32, AdamW: 12 bytes a parameter, written to the end of the disk
 (fsync), with SHA-256 of every file. In every round an update alone, a save that is waited for, and a save in

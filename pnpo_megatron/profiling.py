@@ -14,7 +14,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from pnpo_megatron.loop import Metrics, Parts
 from pnpo_megatron.types import RolloutBatch
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 _PHASES = ("collect", "log_probs", "compare", "update", "sync")
 _ROWS = 25
 
@@ -61,7 +62,7 @@ class StepProfile:
         return stopped
 
     def _write(self) -> None:
-        """RUN/profile/step_NNNNNN_rank_R.json.gz for chrome://tracing or Perfetto, and the table beside it."""
+        """RUN/profile/step_NNNNNN_rank_R.json.gz (chrome://tracing, Perfetto) and the table beside it."""
         target = self.folder / "profile" / f"step_{self.step:06d}_rank_{self.rank}"
         target.parent.mkdir(parents=True, exist_ok=True)
         self._running.export_chrome_trace(f"{target}.json.gz")

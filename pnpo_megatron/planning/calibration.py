@@ -28,7 +28,7 @@ def _solve(job: Job, name: str, seconds: Callable[[StepTime], float], wanted: fl
     low, high = PLAUSIBLE[name]
 
     def at(value: float) -> Job:
-        return replace(job, assumed=replace(job.assumed, **{name: value}))
+        return replace(job, assumed=replace(job.assumed, **{name: value})  # type: ignore[arg-type])
 
     if not seconds(predict(at(high))) <= wanted <= seconds(predict(at(low))):
         raise ConfigError(

@@ -64,7 +64,10 @@ def _chunk(arch: Architecture, parallel: ParallelSettings, layers: int, *, first
         FAMILIES[arch.family].layer_rows(arch),
         key=lambda row: next(at for at, module in enumerate(_MODULES) if module in row.megatron),
     )
-    dense, experts, layer, each = [], [], [], []
+    dense: list[int] = []
+    experts: list[int] = []
+    layer: list[int] = []
+    each: list[int] = []
     for row in rows:
         (each if "{expert}" in row.megatron else layer).append(size(row))
     each = each * (arch.experts.count // parallel.expert if arch.experts else 0)

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, which ones it keeps, and what it says to changed settings (TRAPS H30)."""
+"""Which checkpoint a run goes on from, which it keeps, what it says to changed settings (TRAPS H30)."""
 
 from __future__ import annotations
 

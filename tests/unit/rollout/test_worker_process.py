@@ -96,7 +96,8 @@ def test_signals_to_the_whole_job_do_not_end_the_worker(tmp_path: Path) -> None:
     worker = """
 import os, signal, sys, types
 engine = types.ModuleType("pnpo_megatron.rollout.vllm_worker")
-engine.run = lambda control, weights: [os.kill(os.getpid(), n) for n in (signal.SIGUSR1, signal.SIGTERM)] and 3
+signals = signal.SIGUSR1, signal.SIGTERM
+engine.run = lambda control, weights: [os.kill(os.getpid(), n) for n in signals] and 3
 sys.modules[engine.__name__] = engine
 from pnpo_megatron.rollout.worker_main import main
 sys.exit(main([*sys.argv[1:4], str(os.getppid())]))
@@ -104,7 +105,8 @@ sys.exit(main([*sys.argv[1:4], str(os.getppid())]))
     lifeline, ours = os.pipe()
     command = [sys.executable, "-c", worker, str(lifeline), str(lifeline), str(lifeline)]
     try:
-        finished = subprocess.run(command, pass_fds=[lifeline], timeout=60, check=False, start_new_session=True)
+        options = {"timeout": 60, "check": False, "start_new_session": True}
+        finished = subprocess.run(command, pass_fds=[lifeline], **options)
     finally:
         os.close(lifeline)
         os.close(ours)
