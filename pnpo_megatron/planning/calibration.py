@@ -28,7 +28,8 @@ def _solve(job: Job, name: str, seconds: Callable[[StepTime], float], wanted: fl
     low, high = PLAUSIBLE[name]
 
     def at(value: float) -> Job:
-        return replace(job, assumed=replace(job.assumed, **{name: value})  # type: ignore[arg-type])
+        assumed = replace(job.assumed, **{name: value})  # type: ignore[arg-type]
+        return replace(job, assumed=assumed)
 
     if not seconds(predict(at(high))) <= wanted <= seconds(predict(at(low))):
         raise ConfigError(
