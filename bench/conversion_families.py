@@ -21,7 +21,7 @@ from hf_models import CLASSES, EXTRA, make_hf_model, save_hf_model
 
 from pnpo_megatron.convert.hf_folder import HfFolder
 
-SHAPE = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 32003}
+SHAPE = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 32003, "initializer_range": 0.05}
 
 
 def seconds(run: object, *args: Path) -> float:
