@@ -14,7 +14,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pnpo_megatron.convert.architecture import HfConfig, read_rope
 from pnpo_megatron.convert.families import check_tensor_parallel, hf_shapes, read_architecture
-from pnpo_megatron.errors import ConversionError
+from pnpo_megatron.errors import ConfigError, ConversionError
+from pnpo_megatron.parallel.settings import ParallelSettings, check_layout
 
 PUBLIC = Path(__file__).resolve().parents[4] / "shared" / "data" / "hf_configs"
 INDEX: dict[str, Any] = json.loads((PUBLIC / "index.json").read_text()) if PUBLIC.is_dir() else {}
@@ -154,6 +155,14 @@ def test_what_a_deepseek_cannot_be_is_refused_with_key_and_value(change, message
 def test_a_deepseek_that_names_its_own_code_is_read_since_transformers_has_the_family():
     own = {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}
     assert read_architecture(deepseek(auto_map=own)) == read_architecture(deepseek())
+
+
+@pytest.mark.parametrize("key", ["tensor", "context"])
+def test_latent_attention_is_not_cut(key):
+    arch = read_architecture(deepseek())
+    check_layout(arch, ParallelSettings(expert=2, pipeline=2))
+    with pytest.raises(ConfigError, match=rf"parallel\.{key} = 2: deepseek_v3 has latent attention"):
+        check_layout(arch, ParallelSettings(**{key: 2}))
 
 
 def test_an_inactive_window_and_unknown_harmless_keys_are_no_reason_to_refuse():
