@@ -12,9 +12,10 @@ import pytest
 
 from pnpo_megatron.config import load_config
 from pnpo_megatron.reward.math_answer import grade
+from pnpo_megatron.study import read_study
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-CONFIGS = sorted(EXAMPLES.glob("*/*.toml"))
+CONFIGS = sorted(path for path in EXAMPLES.glob("*/*.toml") if path.name != "study.toml")
 
 
 def load(path: str):
@@ -52,6 +53,16 @@ def test_every_example_config_is_valid(path, monkeypatch):
     config = load_config(path.name)
     updates = config.steps * config.objective.epochs * config.rollout.prompts // config.objective.mini_batch
     assert updates > 0
+
+
+def test_the_example_study_meets_its_budget_in_every_setting(monkeypatch):
+    monkeypatch.chdir(EXAMPLES / "arithmetic_cpu")
+    cells = read_study(Path("study.toml")).cells
+    assert len(cells) == 30
+    for cell in cells:
+        objective, prompts = cell.config.objective, cell.config.rollout.prompts
+        per_step = objective.epochs * prompts // objective.mini_batch
+        assert (cell.config.steps * per_step, cell.config.eval.every * per_step) == (48, 16)
 
 
 def test_held_out_sums_are_in_neither_training_set_in_any_order(sums):
