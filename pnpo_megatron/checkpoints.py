@@ -205,10 +205,9 @@ class Checkpoints:
 
     def _is_portable(self, at: Position) -> bool:
         """Gathering the optimizer state costs time, and host memory on every rank: not at every save."""
-        groups, every = self._live.groups, self._config.checkpoint.portable_every
-        alone = groups.dp_size * groups.cp_size == 1 or not self._config.optimizer.distributed
+        every = self._config.checkpoint.portable_every
         due = at.step == self._config.steps or (every > 0 and at.step % every == 0)
-        return alone or (at.batch is None and due)
+        return not self._config.optimizer.distributed or (at.batch is None and due)
 
     def _failed(self, error: CheckpointError, must: bool) -> None:
         if must or self._config.checkpoint.on_failure == "stop":

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
@@ -88,7 +89,7 @@ class CheckpointSave:
         self._random = random_state()
         self._buckets = FileSystemWriterAsync.preload_tensors(self._plan.writer.write_buckets, False)
         if background:
-            self._buckets = [_copied(bucket) for bucket in self._buckets]
+            self._buckets = [_copied(bucket, self._storages) for bucket in self._buckets]
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         if background:
             self._thread.start()
@@ -132,8 +133,11 @@ class CheckpointSave:
             "layout": model_layout(self._groups, chunks),
         }
         with without_deprecations():
+            state = sharded_state(chunks, optimizer, portable=portable, is_loading=False)
+            tensors = [getattr(one, "data", None) for one in nested_values(state)]
+            self._storages = {_storage(one) for one in tensors if isinstance(one, torch.Tensor)}
             dist_checkpointing.save(
-                sharded_state(chunks, optimizer, portable=portable, is_loading=False),
+                state,
                 str(self._partial),
                 sharded_strategy=self._plan,
                 async_sharded_save=True,
@@ -153,6 +157,8 @@ class CheckpointSave:
                 self._write_small_files()
                 present = {str(p.relative_to(self._partial)) for p in files_of(self._partial)}
                 names += sorted(name for name in present - before if not _of_a_rank(name))
+            for name in names:
+                flush(self._partial / name)
             self._digests = {name: digest(self._partial / name) for name in names}
         except Exception as error:  # told to every rank, by `finish`
             self._error = f"{type(error).__name__}: {error}; {_room(self._partial)}"
@@ -171,14 +177,13 @@ class CheckpointSave:
             self._write_more(self._partial)
 
     def _publish(self, written: list[list[Any]], digests: dict[str, Digest]) -> None:
-        """Flush every file, then swap names; a folder of that name, left by a crash, gives way."""
+        """Write what only now is known, flush, swap names; a folder of that name, left by a crash, gives
+        way."""
         del self._plan.metadata.all_local_plans  # every rank's plan, of use only to the next save
         self._plan.writer.finish(self._plan.metadata, written)
         digests[".metadata"] = digest(self._partial / ".metadata")
         write_manifest(self._partial, digests)
-        for path in files_of(self._partial):
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+        flush(self._partial / ".metadata")
         for path in [self._partial, *(path for path in self._partial.rglob("*") if path.is_dir())]:
             sync_folder(path)
         stale = self.folder.with_name(self.folder.name + ".old.tmp")
@@ -248,12 +253,19 @@ def _room(folder: Path) -> str:
     return f"{free / 2**20:,.1f} MiB are free there{', so the disk is full' if free < 2**20 else ''}"
 
 
-def _copied(bucket: Any) -> Any:
-    """A bucket that training cannot change any more. Tensors from a GPU are copies already."""
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _copied(bucket: Any, live: set[int]) -> Any:
+    """A bucket that training cannot change any more.
+
+    Megatron copies what it gets from a GPU, and views; a tensor that still lies in a storage of the state is
+    copied here.
+    """
     path, name, (values, tensors) = bucket
-    if torch.cuda.is_available():
-        return bucket
-    return path, name, (values, [(item, tensor.clone()) for item, tensor in tensors])
+    copies = [(item, one.clone() if _storage(one) in live else one) for item, one in tensors]
+    return path, name, (values, copies)
 
 
 def _of_a_rank(name: str) -> bool:
@@ -264,6 +276,12 @@ def _of_a_rank(name: str) -> bool:
 def _make_empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+
+
+def flush(path: Path) -> None:
+    """See that a file is on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def files_of(folder: Path) -> list[Path]:

@@ -83,7 +83,7 @@ class Launch:
             self.ranks.append(context.Process(target=_rank, args=arguments))
             self.ranks[-1].start()
 
-    def wait(self, timeout_s: float = 240.0) -> list[int]:
+    def wait(self, timeout_s: float = 900.0) -> list[int]:
         """Exit codes; negative is the signal. Nothing outlives the call."""
         deadline, first = time.monotonic() + timeout_s, 0.0
         while time.monotonic() < deadline and any(process.is_alive() for process in self.ranks):
