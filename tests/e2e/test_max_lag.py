@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tiny_task import finish, make_task, read_metrics, start_training, without_times, write_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 FLAGS = (
     "--rollout.max_lag=1", "--objective.old_logprobs=rollout", "--rollout.max_mismatch=10", "--eval.every=0",
     "--rollout.dynamic_sampling=true", "--rollout.overlong=mask", "--reward.memory_bytes=3000000000",
@@ -18,7 +18,7 @@ FLAGS = (
 
 def train(task: Path, name: str, *flags: str, steps: int = 4) -> Path:
     folder = task / name
-    code, output = finish(start_training(write_config(task, folder, steps=steps), *FLAGS, *flags), 900)
+    code, output = finish(start_training(write_config(task, folder, steps=steps), *FLAGS, *flags), 1500)
     assert code == 0, output
     return folder
 
@@ -62,6 +62,6 @@ def test_a_lagging_run_killed_after_a_checkpoint_goes_on_to_the_same_numbers(tas
         time.sleep(0.02)
     process.kill()
     process.communicate()
-    code, output = finish(start_training(folder.with_suffix(".toml"), *FLAGS), 900)
+    code, output = finish(start_training(folder.with_suffix(".toml"), *FLAGS), 1500)
     assert code == 0 and "resuming after" in output, output
     assert without_times(read_metrics(folder)) == without_times(read_metrics(whole))
