@@ -104,9 +104,14 @@ def _update_traffic(job: Job) -> list[Transfer]:
         last=job.parallel.pipeline == 1,
         recompute=job.modules.recompute == "full",
     )
-    ranks = job.data * job.parallel.context
     once = update_traffic(
-        job.arch, job.parallel, job.state(0), layers=layers, distributed=job.distributed, data=ranks
+        job.arch,
+        job.parallel,
+        chunks,
+        itemsize=job.modules.itemsize,
+        distributed=job.distributed,
+        data=job.data * job.parallel.context,
+        expert_data=job.expert_data,
     )
     return passes + once
 
@@ -119,6 +124,7 @@ def _sizes(job: Job) -> dict[str, int]:
         "ep": parallel.expert,
         "pp": parallel.pipeline,
         "dp": job.data * parallel.context,
+        "edp": job.expert_data if parallel.expert > 1 or parallel.tensor > 1 and job.arch.experts else 1,
     }
 
 
@@ -130,12 +136,13 @@ def _seconds(job: Job, traffic: list[Transfer], *, backward: bool = True) -> dic
         "ep": max(job.parallel.expert, job.parallel.tensor),
         "pp": job.cluster.gpus,
         "dp": job.cluster.gpus // job.parallel.pipeline,
+        "edp": job.cluster.gpus // job.parallel.pipeline,
     }
     return {
         group: crossing_bytes(traffic, group, ranks, backward=backward)
         / (job.cluster.link(span[group]) * job.assumed.link_share)
         for group, ranks in _sizes(job).items()
-        if ranks > 1 and (backward or group != "dp")
+        if ranks > 1 and (backward or group not in ("dp", "edp"))
     }
 
 

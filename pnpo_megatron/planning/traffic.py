@@ -5,12 +5,12 @@ Left out is what does not grow with the model: prefix sums, token counts, tallie
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from pnpo_megatron.convert.architecture import Architecture
 from pnpo_megatron.parallel.settings import ParallelSettings
-from pnpo_megatron.planning.shards import StateBytes
+from pnpo_megatron.planning.shards import Chunk, state_bytes
 
 CROSSING = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
@@ -27,7 +27,7 @@ class Transfer:
     """Bytes one rank hands to one kind of collective."""
 
     group: str
-    """tp, cp, ep, pp or dp."""
+    """tp, cp, ep, pp, dp, or edp: data parallelism among the copies of an expert."""
     operation: str
     given: float
     backward: bool = False
@@ -127,22 +127,30 @@ def _tensor(
 def update_traffic(
     arch: Architecture,
     parallel: ParallelSettings,
-    state: StateBytes,
+    chunks: Sequence[Chunk],
     *,
-    layers: int,
+    itemsize: int,
     distributed: bool,
     data: int,
+    expert_data: int,
 ) -> list[Transfer]:
-    """Once an update: gradients, and weights where the optimizer is distributed."""
+    """Once an update: gradients, and the weights of a distributed optimizer; experts among their copies."""
     found = []
-    if data > 1 and distributed:
-        found.append(Transfer("dp", "reduce_scatter", state.gradients))
-        found.append(Transfer("dp", "all_gather", state.weights / data))
-    elif data > 1:
-        found.append(Transfer("dp", "all_reduce", state.gradients))
+    dense = [replace(chunk, experts=()) for chunk in chunks]
+    experts = [replace(chunk, dense=(), shared=0) for chunk in chunks]
+    for group, part, ranks in (("dp", dense, data), ("edp", experts, expert_data)):
+        state = state_bytes(
+            part, itemsize=itemsize, distributed=distributed, data=data, expert_data=expert_data
+        )
+        if ranks > 1 and state.gradients and distributed:
+            found.append(Transfer(group, "reduce_scatter", state.gradients))
+            found.append(Transfer(group, "all_gather", state.weights / ranks))
+        elif ranks > 1 and state.gradients:
+            found.append(Transfer(group, "all_reduce", state.gradients))
     if parallel.sequence:  # each rank saw part of the tokens with its copy of norms and router
         copied = 2 * arch.hidden + (2 * arch.head_dim if arch.qk_norm else 0)
         copied += arch.experts.count * arch.hidden if arch.experts else 0
+        layers = sum(chunk.layers for chunk in chunks)
         found.append(Transfer("tp", "all_reduce", 4 * (layers * copied + arch.hidden)))
     return found
 

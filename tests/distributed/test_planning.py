@@ -94,6 +94,7 @@ def measure(
         "ep": parallel_state.get_expert_model_parallel_group(),
         "pp": parallel_state.get_pipeline_model_parallel_group(),
         "dp": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "edp": parallel_state.get_expert_data_parallel_group(),
     }
     return {
         "state": measured_state(learner),
@@ -183,13 +184,15 @@ def test_communication_is_what_is_counted(measured: dict[str, Any], name: str) -
                 recompute=options.get("recompute") == "full",
             ):
                 planned[one.group, one.operation] += one.given
+        data = 2 // (parallel.tensor * parallel.pipeline)
         for one in update_traffic(
             arch,
             parallel,
-            planned_state(folder, options, rank),
-            layers=2,
+            chunks_of(arch, parallel, rank if stages else 0),
+            itemsize=itemsize,
             distributed=options.get("distributed", True),
-            data=2 // (parallel.tensor * parallel.pipeline),
+            data=data,
+            expert_data=data * parallel.tensor // parallel.expert,
         ):
             planned[one.group, one.operation] += one.given
         for group, operations in found["sent"].items():

@@ -60,4 +60,4 @@ def test_replay_takes_away_what_routing_flips_add_to_log_ratios(spawn: Any, tmp_
     [found] = spawn(run_layouts, 1, write_model(tmp_path / "hf", "mixtral"), {"EP1": {}}, 3e-5, timeout_s=800)
     free = found["EP1", False]
     assert 0.005 < free.flipped < 0.05
-    assert free.spread["kept std"] < 0.8 * free.spread["free std"]
+    assert free.spread["kept std"] < 0.9 * free.spread["free std"]
