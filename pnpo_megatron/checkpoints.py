@@ -158,6 +158,11 @@ class Checkpoints:
         if not background:
             self.finish(must=wait)
 
+    def close(self) -> None:
+        """Wait until this rank writes nothing any more. Not collective, and publishes nothing."""
+        if self._pending:
+            self._pending[0].wait(self._config.run.timeout_s)
+
     def poll(self) -> None:
         """Publish a save whose ranks have all written. Cheap: nothing is waited for."""
         if self._pending and not any_rank(not self._pending[0].is_written, self._control):

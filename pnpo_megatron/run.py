@@ -309,6 +309,7 @@ class Run:
     def close(self) -> None:
         """Finish what is being written. Not collective."""
         self._ahead.close()
+        self.checkpoints.close()
         self.store.close()
         self.monitor.close()
 

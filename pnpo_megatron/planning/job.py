@@ -27,7 +27,7 @@ class Assumptions:
 
     mfu: float = 0.432
     """Share of the data sheet's FLOP/s in training, communication not included; plausible: 0.25 to 0.5."""
-    decode_share: float = 0.429
+    decode_share: float = 0.466
     """Share of the data sheet's memory bandwidth while decoding; plausible: 0.3 to 0.8."""
     decode_step_s: float = 0.008
     """Host and launch time of one decoding step, whatever its size; plausible: 0.003 to 0.012."""

@@ -101,6 +101,13 @@ class CheckpointSave:
         """Whether this rank has nothing left to write. Not collective."""
         return not self._thread.is_alive()
 
+    def wait(self, timeout_s: float) -> None:
+        """Until this rank has written. Not collective: for a run that fails while it saves, as a thread that
+        still writes when the interpreter ends aborts the process, and its exit code is lost.
+        """
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
     def finish(self, timeout_s: float = 1800.0) -> None:
         """Wait until every rank has written, then publish. Collective.
 
@@ -108,8 +115,7 @@ class CheckpointSave:
             CheckpointError: on every rank, if any could not write; nothing is published, and what was
                 published before stands.
         """
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
+        self.wait(timeout_s)
         if self._thread.is_alive():
             self._error = f"not written after {timeout_s:g} s (run.timeout_s)"
         ranks = gather_from_all((self._error, self._written, self._digests), self._groups.control)

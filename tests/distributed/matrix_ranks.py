@@ -215,7 +215,9 @@ def distances(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], answer:
 
 
 def difference_of(update: Update, answer: Answer) -> Difference:
-    metrics, expected = update.metrics, answer.metrics | dict.fromkeys(SKIPS, 0.0)
+    # Loads of experts are compared in test_routing.py.
+    metrics = {name: value for name, value in update.metrics.items() if not name.startswith("moe/")}
+    expected = answer.metrics | dict.fromkeys(SKIPS, 0.0)
     if metrics.keys() - MACHINE != expected.keys():
         raise AssertionError(f"other metrics: {sorted((metrics.keys() - MACHINE) ^ expected.keys())}")
     others = expected.keys() - {"loss", "grad_norm"}

@@ -75,7 +75,7 @@ def test_the_installed_metadata_has_the_version_extras_and_entry_point():
     installed = metadata.metadata("pnpo-megatron")
     assert installed["Version"] == pnpo_megatron.__version__
     assert set(installed["Requires-Python"].split(",")) == {">=3.11", "<3.12"}
-    assert set(installed.get_all("Provides-Extra")) == {"cpu", "gpu", "dev", "convert"}
+    assert set(installed.get_all("Provides-Extra")) == {"cpu", "gpu", "dev", "convert", "data"}
     scripts = {entry.name: entry.value for entry in metadata.entry_points(group="console_scripts")}
     assert scripts["pnpo-megatron"] == "pnpo_megatron.cli:main"
 

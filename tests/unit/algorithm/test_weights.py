@@ -73,8 +73,8 @@ def test_tempering_joins_the_cumulative_and_the_prefix_weight():
     half = partial(tempered_prefix, alpha=0.5)
     torch.testing.assert_close(half(stats), stats.prefix_sum / stats.position.double().sqrt())
     assert make_objective("pnpo", weight=half).weight is half
-    with pytest.raises(ValueError, match=r"alpha = 2.*\[0, 1\]"):
-        tempered_prefix(stats, alpha=2.0)
+    with pytest.raises(ConfigError, match=r"alpha = 2.*\[0, 1\]"):
+        make_objective("pnpo", weight="tempered", alpha=2.0)
 
 
 def test_a_weight_of_ones_own_comes_in_by_import_path(tmp_path, monkeypatch):
