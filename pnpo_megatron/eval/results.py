@@ -164,13 +164,13 @@ class EvalResult:
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
         for heading in (
             "benchmark",
-            "problems",
+            "n",
             "k",
             "Avg@k",
             "± stderr",
             "pass@k",
             "maj@k",
-            "truncated",
+            "cut",
             "tokens",
         ):
             table.add_column(heading, justify="left" if heading == "benchmark" else "right")

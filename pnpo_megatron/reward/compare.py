@@ -147,7 +147,7 @@ def _as_union(text: str) -> str:
 
 
 def _bounds(text: str) -> tuple[str, str, str, str, str] | None:
-    if text[0] in "([" and text[-1] in ")]" and closing(text, 0) == len(text) - 1:
+    if text.startswith(("(", "[")) and text[-1] in ")]" and closing(text, 0) == len(text) - 1:
         ends = split_top(text[1:-1])
         return (text[0], clean(ends[0]), clean(ends[1]), text[-1], "") if len(ends) == 2 else None
     if "," in text or "=" in re.sub(r"[<>]\s*=", "", text):
@@ -216,7 +216,7 @@ def _split(text: str) -> tuple[str, list[str]]:
     inner = re.fullmatch(r"\\\{(.*)\\\}", text)
     if inner:
         return "set", list(_members(inner.group(1)))
-    if text[0] in "([" and text[-1] in ")]" and closing(text, 0) == len(text) - 1:
+    if text.startswith(("(", "[")) and text[-1] in ")]" and closing(text, 0) == len(text) - 1:
         parts = [clean(part) for part in split_top(text[1:-1])]
         return (text[0] + text[-1], parts) if len(parts) > 1 else ("one", [text])
     parts = list(_members(text))

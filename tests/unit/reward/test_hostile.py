@@ -46,6 +46,8 @@ HOSTILE = {
     "division by zero": r"\boxed{\frac{34}{0}}",
     "not a number": r"\boxed{nan}",
     "infinity less infinity": r"\boxed{\infty - \infty}",
+    "a joiner with nothing behind it": r"\boxed{x<2\text{ or }}",
+    "a union of nothing": r"\boxed{x<2\cup }",
     "superscripts": "\\boxed{34\u00b2}",
 }
 
