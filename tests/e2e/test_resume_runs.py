@@ -94,10 +94,10 @@ def test_changed_settings_are_named_before_anything_starts(task, flags, whole, c
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 5 MB, unmounted at the end."""
+    """A file system of 12 MB, unmounted at the end."""
     folder = tmp_path / "small"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "none", folder], capture_output=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "none", folder], capture_output=True)
     if mounted.returncode:
         pytest.skip("mounting a tmpfs needs more rights than this user has")
     yield folder
