@@ -46,7 +46,7 @@ lint: $(STAMP)  ## ruff and mypy
 	@$(BIN)/mypy
 
 # Two files of tests side by side: a test that waits for processes or for an engine leaves its core to the other.
-test: lint  ## lint, then every CPU test (about 8 minutes on two cores)
+test: lint  ## lint, then every CPU test (about 9 minutes on two cores)
 	@$(BIN)/python -m pytest -m "not gpu and not slow" -n 2 --dist loadfile
 
 test-slow: $(STAMP)  ## the CPU tests that take minutes
