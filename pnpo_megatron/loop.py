@@ -141,10 +141,12 @@ def train(plan: Plan, parts: Parts, start: Position = START) -> int:
 
 def reuse(plan: Plan, at: Position, leave: bool) -> Metrics:
     """Where batches may be left early, on the batch's last row: the epochs taken, and the updates saved."""
+    if plan.stop_rejected is None:
+        return {}
     assert at.batch is not None
     each = len(set(at.batch.groups)) // plan.groups_per_update
     made = at.made + 1
-    if plan.stop_rejected is None or not (leave or made == plan.epochs * each):
+    if not (leave or made == plan.epochs * each):
         return {}
     return {"epochs/taken": made / each, "epochs/updates_saved": float(plan.epochs * each - made)}
 

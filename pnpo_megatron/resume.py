@@ -31,11 +31,11 @@ class RunState:
     made: int = 0
     """Updates made on that batch."""
     lag: int = 0
+    """Those of them that were taken."""
     behind: int = 0
     """Updates taken on the batch before, if that batch was sampled ahead of them."""
     ahead: str = ""
     """Names the next batch, if it was sampled already with older weights (rollout.max_lag)."""
-    """Those of them that were taken."""
     not_finite: int = 0
     """Updates in a row, the last included, whose loss or gradient was not finite."""
     prompts: dict[str, Any] = field(default_factory=dict)

@@ -33,6 +33,20 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 512,
 }
+R1_DISTILL: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 131072,
+    "rope_theta": 10000,
+    "tie_word_embeddings": False,
+}
+"""What R1-Distill-Qwen-1.5B's config.json says of its shape."""
 SHAPE: dict[str, Any] = {
     "vocab_size": 131,  # odd: Megatron pads it to 256
     "hidden_size": 64,

@@ -141,7 +141,7 @@ def renormalising_factor(
 
 
 def loss_slope(terms: TokenTerms, scale: Tensor, mask: Tensor, out: Tensor | None = None) -> Tensor:
-    """The slope d loss / d log pi = -w * scale, with `scale` = A * share.
+    """The slope d loss / d log pi = -w * scale, with `scale` = A * share; written to `out`, if given.
 
     Exactly 0 on rejected tokens and off the mask: selected, not multiplied, for 0 * inf is NaN.
     """

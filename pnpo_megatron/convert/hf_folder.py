@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -148,12 +147,3 @@ class HfFolder:
             for path in self.path.iterdir()
             if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES)
         )
-
-
-def sync_folder(path: Path) -> None:
-    """Force a folder's entries, or a file's content, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from pnpo_megatron.convert.families import dtype_of, hf_shapes
-from pnpo_megatron.convert.hf_folder import DTYPES, HfFolder, sync_folder
+from pnpo_megatron.convert.hf_folder import DTYPES, HfFolder
 from pnpo_megatron.convert.hf_headers import CODES, INDEX, SINGLE_FILE
+from pnpo_megatron.durable import sync_path
 from pnpo_megatron.errors import ConversionError
 
 
@@ -42,7 +43,7 @@ def published_whole(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
             if target.exists():
                 target.rename(partial.with_name(f"{partial.name}-old"))
             partial.rename(target)
-            sync_folder(target.parent)
+            sync_path(target.parent)
         _remove_leftovers(target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -79,7 +80,7 @@ def _locked(folder: Path) -> Iterator[bool]:
 def sync_tree(folder: Path) -> None:
     """Force everything in a folder to disk."""
     for path in (*folder.rglob("*"), folder):
-        sync_folder(path)
+        sync_path(path)
 
 
 def write_hf_folder(

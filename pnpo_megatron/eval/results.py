@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from pnpo_megatron.durable import write_whole
 from pnpo_megatron.eval.avg_at_k import Score, avg_at_k, macro_mean, pass_at_k
 
 if TYPE_CHECKING:
@@ -151,8 +152,10 @@ class EvalResult:
             for problem in benchmark.samples
             for sample in problem
         ]
-        _write_atomically(path.with_suffix(".jsonl"), "".join(row + "\n" for row in rows))
-        _write_atomically(path, json.dumps({"step": step, **about, **self.to_json()}, indent=1) + "\n")
+        summary = json.dumps({"step": step, **about, **self.to_json()}, indent=1)
+        for target, lines in ((path.with_suffix(".jsonl"), rows), (path, [summary])):
+            text = "".join(line + "\n" for line in lines)
+            write_whole(target, partial(Path.write_text, data=text, encoding="utf-8"))
         return path
 
     def print_table(self, console: Console | None = None) -> None:
@@ -210,12 +213,3 @@ def _percent(value: float) -> str:
 
 def _jsonable(values: dict[str, float]) -> dict[str, float | None]:
     return {key: None if math.isnan(value) else value for key, value in values.items()}
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    staged = path.with_name(path.name + ".tmp")
-    with staged.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(staged, path)

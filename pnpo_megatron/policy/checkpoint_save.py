@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import queue
 import shutil
 import threading
@@ -34,8 +33,9 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.optimizer import MegatronOptimizer
 
 from pnpo_megatron.convert.architecture import Architecture
-from pnpo_megatron.convert.hf_folder import HfFolder, sync_folder
+from pnpo_megatron.convert.hf_folder import HfFolder
 from pnpo_megatron.convert.stream import unwrapped
+from pnpo_megatron.durable import sync_path
 from pnpo_megatron.errors import CheckpointError
 from pnpo_megatron.manifest import Digest, digest, write_manifest
 from pnpo_megatron.parallel.groups import ParallelGroups
@@ -164,7 +164,7 @@ class CheckpointSave:
                 present = {str(p.relative_to(self._partial)) for p in files_of(self._partial)}
                 names += sorted(name for name in present - before if not _of_a_rank(name))
             for name in names:
-                flush(self._partial / name)
+                sync_path(self._partial / name)
             self._digests = {name: digest(self._partial / name) for name in names}
         except Exception as error:  # told to every rank, by `finish`
             self._error = f"{type(error).__name__}: {error}; {_room(self._partial)}"
@@ -173,12 +173,7 @@ class CheckpointSave:
     def _write_small_files(self) -> None:
         (self._partial / COMMON_STATE_FNAME).write_bytes(self._common.content)
         save_config(CheckpointingConfig("torch_dist", 1), str(self._partial))
-        described = json.dumps(asdict(self._arch), indent=2) + "\n"
-        (self._partial / ARCHITECTURE_FILE).write_text(described, encoding="utf-8")
-        if self._source is not None:
-            (self._partial / HF_FILES).mkdir()
-            for path in self._source.other_files():
-                shutil.copyfile(path, self._partial / HF_FILES / path.name)
+        write_description(self._partial, self._arch, self._source)
         if self._write_more is not None:
             self._write_more(self._partial)
 
@@ -189,15 +184,15 @@ class CheckpointSave:
         self._plan.writer.finish(self._plan.metadata, written)
         digests[".metadata"] = digest(self._partial / ".metadata")
         write_manifest(self._partial, digests)
-        flush(self._partial / ".metadata")
+        sync_path(self._partial / ".metadata")
         for path in [self._partial, *(path for path in self._partial.rglob("*") if path.is_dir())]:
-            sync_folder(path)
+            sync_path(path)
         stale = self.folder.with_name(self.folder.name + ".old.tmp")
         shutil.rmtree(stale, ignore_errors=True)
         if self.folder.exists():
             self.folder.rename(stale)
         self._partial.rename(self.folder)
-        sync_folder(self.folder.parent)
+        sync_path(self.folder.parent)
         shutil.rmtree(stale, ignore_errors=True)
 
     def _on_rank_zero(self, work: Callable[[], None]) -> None:
@@ -284,10 +279,14 @@ def _make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def flush(path: Path) -> None:
-    """See that a file is on the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+def write_description(folder: Path, arch: Architecture, source: HfFolder | None) -> None:
+    """What the weights are of, and the small files of the HF folder they came from, into a checkpoint."""
+    described = json.dumps(asdict(arch), indent=2) + "\n"
+    (folder / ARCHITECTURE_FILE).write_text(described, encoding="utf-8")
+    if source is not None:
+        (folder / HF_FILES).mkdir()
+        for path in source.other_files():
+            shutil.copyfile(path, folder / HF_FILES / path.name)
 
 
 def files_of(folder: Path) -> list[Path]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,8 +20,8 @@ from pnpo_megatron.convert.stream import export_hf
 from pnpo_megatron.errors import ConversionError
 from pnpo_megatron.manifest import MANIFEST_FILE, damage, digest, write_manifest
 from pnpo_megatron.parallel.groups import ParallelGroups
-from pnpo_megatron.policy.checkpoint import ARCHITECTURE_FILE, HF_FILES, checkpoint_content, load_checkpoint
-from pnpo_megatron.policy.checkpoint_save import files_of
+from pnpo_megatron.policy.checkpoint import HF_FILES, checkpoint_content, load_checkpoint
+from pnpo_megatron.policy.checkpoint_save import files_of, write_description
 from pnpo_megatron.policy.model import PolicyModel, build_model
 from pnpo_megatron.policy.process_groups import (
     ParallelSettings,
@@ -116,11 +114,7 @@ def hf_to_megatron(plan: Plan, *, overwrite: bool = False) -> None:
         one_process(),
     ):
         write_weights(folder, source, plan.dtype, CONTENT, advance)
-        described = json.dumps(asdict(source.architecture), indent=2) + "\n"
-        (folder / ARCHITECTURE_FILE).write_text(described, encoding="utf-8")
-        (folder / HF_FILES).mkdir()
-        for path in source.other_files():
-            shutil.copyfile(path, folder / HF_FILES / path.name)
+        write_description(folder, source.architecture, source)
         checkpoint_content(folder)  # can be read back
         write_manifest(folder, {str(path.relative_to(folder)): digest(path) for path in files_of(folder)})
 

@@ -278,7 +278,7 @@ class MegatronLearner:
     def _reduced(self, tallies: Sequence[Tally]) -> Tally:
         """Micro-batches, then data and context ranks, then pipeline stages, of which only the last has any.
 
-        The one place where the host waits for the device.
+        Here, and for the quantiles of the weights, the host waits for the device.
         """
         total = add_tallies(tallies, self.device)
         sums, maxima = total.sums, total.maxima

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from pnpo_megatron.durable import write_whole
 from pnpo_megatron.errors import DataError
 from pnpo_megatron.types import RolloutBatch, SequenceRecord, TrainSequence
 
@@ -131,10 +131,10 @@ class RolloutStore:
             for record, sequence in zip(batch.records, batch.sequences, strict=True)
         )
         content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        _publish(text, lambda staged: staged.write_text(content, encoding="utf-8"))
+        write_whole(text, lambda staged: staged.write_text(content, encoding="utf-8"))
         arrays = to_arrays(batch)
         about = {**(note or {}), "digest": _digest(text, arrays)}
-        _publish(binary, lambda staged: save_file(arrays, staged, about))
+        write_whole(binary, lambda staged: save_file(arrays, staged, about))
         if self._keep:
             for stale in sorted(self.folder.glob("step_*.safetensors"))[: -self._keep]:
                 if self.needed_from is None or int(stale.stem.split("_")[1]) < self.needed_from:
@@ -143,15 +143,6 @@ class RolloutStore:
     def _paths(self, step: int) -> tuple[Path, Path]:
         name = f"step_{step:06d}"
         return self.folder / f"{name}.jsonl", self.folder / f"{name}.safetensors"
-
-
-def _publish(path: Path, write: Callable[[Path], object]) -> None:
-    """Whole, and on the disk, or not there."""
-    staged = path.with_name(path.name + ".tmp")
-    write(staged)
-    with staged.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(staged, path)
 
 
 def _digest(text: Path, arrays: Mapping[str, Tensor]) -> str:

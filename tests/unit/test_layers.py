@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "pnpo_megatron"
 
-BASE = ("types", "reward_types", "errors", "seeds", "manifest")
+BASE = ("types", "reward_types", "errors", "seeds", "manifest", "durable")
 PURE = (*BASE, "algorithm", "convert.layouts", "eval.avg_at_k")
 INPUTS = (*PURE, "data", "reward")
 SHARDED = (*INPUTS, "parallel", "convert", "eval")

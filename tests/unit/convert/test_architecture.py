@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import CLASSES, EXTRA, LLAMA3, SHAPE, make_hf_model
+from hf_models import CLASSES, EXTRA, LLAMA3, R1_DISTILL, SHAPE, make_hf_model
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -20,18 +20,8 @@ from pnpo_megatron.parallel.settings import ParallelSettings, check_layout
 PUBLIC = Path(__file__).resolve().parents[4] / "shared" / "data" / "hf_configs"
 INDEX: dict[str, Any] = json.loads((PUBLIC / "index.json").read_text()) if PUBLIC.is_dir() else {}
 QWEN2 = {
-    "model_type": "qwen2",
+    **R1_DISTILL,
     "architectures": ["Qwen2ForCausalLM"],
-    "hidden_size": 1536,
-    "intermediate_size": 8960,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 131072,
-    "rope_theta": 10000,
-    "tie_word_embeddings": False,
     "hidden_act": "silu",
     "use_sliding_window": False,
     "sliding_window": 4096,

@@ -9,25 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hf_models import R1_DISTILL
 
 from pnpo_megatron.convert.dry_run import check_space, describe
 from pnpo_megatron.convert.families import hf_shapes, read_architecture
 from pnpo_megatron.convert.hf_folder import HfFolder
 from pnpo_megatron.errors import ConversionError
-
-R1_DISTILL = {
-    "model_type": "qwen2",
-    "hidden_size": 1536,
-    "intermediate_size": 8960,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 131072,
-    "rope_theta": 10000,
-    "tie_word_embeddings": False,
-}
 
 
 def hollow_folder(folder: Path) -> Path:

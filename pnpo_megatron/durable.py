@@ -1,0 +1,24 @@
+"""Files that are on the disk whole, or not there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+
+def sync_path(path: Path) -> None:
+    """Force a file's content, or a folder's entries, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a file beside `path`, force it to disk, and give it the name."""
+    staged = path.with_name(path.name + ".tmp")
+    write(staged)
+    sync_path(staged)
+    os.replace(staged, path)
