@@ -28,8 +28,9 @@ from measure import Bound, Row, report
 from torch import Tensor
 
 from pnpo_megatron.convert.families import hf_shapes
-from pnpo_megatron.convert.hf_folder import HfFolder, sync_folder
+from pnpo_megatron.convert.hf_folder import HfFolder
 from pnpo_megatron.convert.hf_writer import write_hf_folder
+from pnpo_megatron.durable import sync_path
 
 TOOLS = Path(__file__).parents[1] / "tools" / "checkpoint_convert"
 CONFIG = {
@@ -93,7 +94,7 @@ def plain_copy(source: Path, target: Path) -> tuple[float, int]:
     start = time.perf_counter()
     shutil.copytree(source, target)
     for path in (*target.iterdir(), target):
-        sync_folder(path)
+        sync_path(path)
     return time.perf_counter() - start, 0
 
 

@@ -170,7 +170,10 @@ class _Surrogate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         (slope,) = ctx.saved_tensors
-        return (slope * grad_outputs[0]).to(ctx.logprob_dtype), None, None
+        (grad,) = grad_outputs
+        if grad.device.type != "cpu" or grad != 1:  # looking is free there, the product costs a pass
+            slope = slope * grad
+        return slope.to(ctx.logprob_dtype), None, None
 
 
 def loss_shares(lengths: Tensor, mean: Mean) -> Tensor:

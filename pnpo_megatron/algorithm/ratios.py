@@ -125,11 +125,12 @@ def check_same_shape(**tensors: Tensor) -> None:
 
 def count_tokens(response_mask: Tensor) -> Tensor:
     """[...] int32: True entries of each row."""
-    ones = response_mask.view(torch.uint8)
-    # In blocks of rows: a sum into another type first copies all it is given.
-    blocks = ones.split(64) if ones.dim() > 1 else (ones,)
-    counts = [block.sum(-1, dtype=torch.int32) for block in blocks]
-    return torch.cat(counts) if ones.dim() > 1 else counts[0]
+    if all_true(response_mask):
+        return torch.full(response_mask.shape[:-1], response_mask.shape[-1], dtype=torch.int32)
+    # A few rows at a time: a sum into another type first copies all it is given. float32 holds every count.
+    rows = response_mask.reshape(-1, response_mask.shape[-1]).view(torch.int8).split(16)
+    counts = torch.cat([block.float().sum(-1) for block in rows])
+    return counts.to(torch.int32).view(response_mask.shape[:-1])
 
 
 def _positions(response_mask: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ class Watch:
             return
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         if self._rank == 0:
-            self._server = socket.create_server(("", 0))
+            self._server = socket.create_server((_listening_address(), 0))
             self._server.setblocking(False)
         server = self._server
         self._port, self._token = from_rank_zero(
@@ -149,6 +149,16 @@ class Watch:
             return
         self._before_exit()
         os._exit(1)
+
+
+def _listening_address() -> str:
+    """MASTER_ADDR, which is rank 0's own.
+
+    Many a machine calls itself 127.0.1.1, where other nodes cannot reach it: then, and only then, everywhere.
+    """
+    address = socket.gethostbyname(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    several_nodes = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < int(os.environ.get("WORLD_SIZE", "1"))
+    return "" if several_nodes and address.startswith("127.") else address
 
 
 class _Link:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from pnpo_megatron.parallel.watch import _listening_address
+
 SILENCE_S = 3.0
 
 
@@ -88,3 +90,20 @@ def test_ranks_that_finish_take_leave_in_peace(process_server: Any, tmp_path: Pa
     for process in ranks:
         process.join(90.0)
     assert [process.exitcode for process in ranks] == [0, 0, 0] and "error" not in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("master", "local_ranks", "address"),
+    [
+        ("127.0.0.1", "4", "127.0.0.1"),
+        ("10.1.2.3", "4", "10.1.2.3"),
+        ("10.1.2.3", "2", "10.1.2.3"),
+        ("127.0.1.1", "2", ""),  # what Debian calls a node by itself: the other node could not come in
+    ],
+)
+def test_only_other_nodes_that_could_not_come_in_make_it_listen_everywhere(
+    monkeypatch: pytest.MonkeyPatch, master: str, local_ranks: str, address: str
+) -> None:
+    for name, value in (("MASTER_ADDR", master), ("LOCAL_WORLD_SIZE", local_ranks), ("WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    assert _listening_address() == address

@@ -252,6 +252,18 @@ def test_the_loss_is_an_ordinary_node_of_the_graph():
     torch.testing.assert_close(policy.grad, 4 * gradient, rtol=1e-15, atol=0)
 
 
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_gradients_add_up_however_often_the_graph_is_run_backward(factor):
+    policy, old, mask = random_responses(3, 9, scale=0.02)
+    mask[:] = True
+    policy.requires_grad_()
+    loss = policy_loss_padded("grpo", policy, old, torch.tensor([1.0, -2.0, 3.0]), mask) * factor
+    once = torch.autograd.grad(loss, policy, retain_graph=True)[0].clone()
+    for _ in range(3):
+        loss.backward(retain_graph=True)
+    assert torch.equal(policy.grad, once + once + once)
+
+
 def test_only_the_policy_log_probs_carry_a_gradient():
     policy, old, mask = random_responses(2, 6)
     policy.requires_grad_()
