@@ -22,3 +22,8 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     write(staged)
     sync_path(staged)
     os.replace(staged, path)
+
+
+def write_text_whole(path: Path, text: str) -> None:
+    """`write_whole` of UTF-8 text."""
+    write_whole(path, lambda staged: staged.write_text(text, encoding="utf-8"))

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pnpo_megatron.durable import write_text_whole
 from pnpo_megatron.errors import ConfigError
 from pnpo_megatron.manifest import MANIFEST_FILE
 
@@ -76,9 +76,7 @@ def publish(run_folder: Path, checkpoint: Path, keep: int) -> None:
 
     The newest `keep` stay, and of the older ones the best by evaluation and the newest that any layout loads.
     """
-    staged = run_folder / "latest.tmp"
-    staged.write_text(checkpoint.name + "\n", encoding="utf-8")
-    os.replace(staged, run_folder / "latest")
+    write_text_whole(run_folder / "latest", checkpoint.name + "\n")
     states = {folder: state for folder in candidates(run_folder) if (state := state_of(folder))}
     kept = list(states)[:keep]
     scored = [folder for folder, state in states.items() if state.score is not None]

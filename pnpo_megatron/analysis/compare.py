@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -15,6 +14,7 @@ from torch import Tensor
 from pnpo_megatron.analysis import page, plots
 from pnpo_megatron.analysis.run_folder import number, read_run
 from pnpo_megatron.analysis.series import Line
+from pnpo_megatron.durable import write_text_whole
 from pnpo_megatron.errors import DataError
 
 Run = Mapping[str, Any]
@@ -256,6 +256,4 @@ def write_results(results: Mapping[str, Any], folder: Path) -> None:
         "report.html": build_page(results),
     }
     for name, text in texts.items():
-        staged = folder / f"{name}.tmp{os.getpid()}"
-        staged.write_text(text, encoding="utf-8")
-        os.replace(staged, folder / name)
+        write_text_whole(folder / name, text)

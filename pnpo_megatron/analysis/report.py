@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from pnpo_megatron.analysis.series import (
     weight_spread,
 )
 from pnpo_megatron.analysis.token_dump import read_tokens
+from pnpo_megatron.durable import write_text_whole
 
 SUMMARY = (
     "step", "epoch", "update", "loss", "grad_norm", "lr", "entropy", "lag",
@@ -53,9 +53,7 @@ def report_command(arguments: argparse.Namespace) -> None:
     runs = [read_run(path) for path in arguments.runs]
     out: Path = arguments.out or runs[0].path / "report.html"
     out.parent.mkdir(parents=True, exist_ok=True)
-    staged = out.with_name(out.name + ".tmp")
-    staged.write_text(build_page(runs), encoding="utf-8")
-    os.replace(staged, out)
+    write_text_whole(out, build_page(runs))
     print(out)
 
 

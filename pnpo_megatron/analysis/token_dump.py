@@ -7,7 +7,6 @@ mini-batch: `policy_logprobs, old_logprobs, log_weight` float32; `advantages` fl
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from pnpo_megatron.algorithm import RatioStats
 from pnpo_megatron.algorithm.fixed_point import to_grid
+from pnpo_megatron.durable import write_whole
 from pnpo_megatron.errors import DataError
 from pnpo_megatron.types import MiniBatch
 
@@ -108,9 +108,7 @@ def write_tokens(run: Path, *, step: int, epoch: int, update: int, arrays: Mappi
     folder = run / "tokens"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{step:06d}_epoch_{epoch}_update_{update}.safetensors"
-    staged = path.with_suffix(".tmp")
-    save_file(dict(arrays), staged)
-    os.replace(staged, path)
+    write_whole(path, lambda staged: save_file(dict(arrays), staged))
     return path
 
 

@@ -7,12 +7,11 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from pnpo_megatron.durable import write_whole
+from pnpo_megatron.durable import write_text_whole
 from pnpo_megatron.eval.avg_at_k import Score, avg_at_k, macro_mean, pass_at_k
 
 if TYPE_CHECKING:
@@ -155,7 +154,7 @@ class EvalResult:
         summary = json.dumps({"step": step, **about, **self.to_json()}, indent=1)
         for target, lines in ((path.with_suffix(".jsonl"), rows), (path, [summary])):
             text = "".join(line + "\n" for line in lines)
-            write_whole(target, partial(Path.write_text, data=text, encoding="utf-8"))
+            write_text_whole(target, text)
         return path
 
     def print_table(self, console: Console | None = None) -> None:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pnpo_megatron.durable import write_whole
+from pnpo_megatron.durable import write_text_whole, write_whole
 from pnpo_megatron.errors import DataError
 from pnpo_megatron.types import RolloutBatch, SequenceRecord, TrainSequence
 
@@ -131,7 +131,7 @@ class RolloutStore:
             for record, sequence in zip(batch.records, batch.sequences, strict=True)
         )
         content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        write_whole(text, lambda staged: staged.write_text(content, encoding="utf-8"))
+        write_text_whole(text, content)
         arrays = to_arrays(batch)
         about = {**(note or {}), "digest": _digest(text, arrays)}
         write_whole(binary, lambda staged: save_file(arrays, staged, about))

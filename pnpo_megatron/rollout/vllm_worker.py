@@ -89,26 +89,28 @@ def build_engine(settings: EngineSettings) -> LLMEngine:
 
 
 def replace_weights(engine: LLMEngine, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Load a whole model of HF-named tensors and drop what was computed with the old one.
+    """Load a whole model of HF-named tensors and drop what was computed with the old one."""
+    engine.apply_model(lambda model: load_model(model, engine.vllm_config.model_config, tensors))
+    drop_prefix_cache(engine)
+
+
+def load_model(model: nn.Module, model_config: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Load a whole model of HF-named tensors into one worker's part of it.
 
     Raises:
-        RolloutError: the engine has parameters that no tensor set, or a cache could not be emptied.
+        RolloutError: the model has parameters that no tensor set.
     """
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    def load(model: nn.Module) -> set[str]:
-        parameters = {name for name, _ in model.named_parameters()}
-        initialize_layerwise_reload(model)
-        loaded = model.load_weights(tensors)  # type: ignore[operator]
-        finalize_layerwise_reload(model, engine.vllm_config.model_config)
-        return parameters - set(loaded) - repack_tied_lm_head(model)
-
-    (missing,) = engine.apply_model(load)
+    parameters = {name for name, _ in model.named_parameters()}
+    initialize_layerwise_reload(model)
+    loaded = model.load_weights(tensors)  # type: ignore[operator]
+    finalize_layerwise_reload(model, model_config)
+    missing = parameters - set(loaded) - repack_tied_lm_head(model)
     if missing:
         raise RolloutError(
             f"weight sync: the engine's parameters {sorted(missing)[:3]} were set by no tensor"
         )
-    drop_prefix_cache(engine)
 
 
 def repack_tied_lm_head(model: nn.Module) -> set[str]:
