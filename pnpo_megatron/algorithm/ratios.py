@@ -125,9 +125,11 @@ def check_same_shape(**tensors: Tensor) -> None:
 
 def count_tokens(response_mask: Tensor) -> Tensor:
     """[...] int32: True entries of each row."""
+    if response_mask.device.type != "cpu":
+        return response_mask.sum(-1, dtype=torch.int32)
     if all_true(response_mask):
         return torch.full(response_mask.shape[:-1], response_mask.shape[-1], dtype=torch.int32)
-    # A few rows at a time: a sum into another type first copies all it is given. float32 holds every count.
+    # A few rows at a time: a sum into another type first copies all it is given. float32 holds the counts.
     rows = response_mask.reshape(-1, response_mask.shape[-1]).view(torch.int8).split(16)
     counts = torch.cat([block.float().sum(-1) for block in rows])
     return counts.to(torch.int32).view(response_mask.shape[:-1])
