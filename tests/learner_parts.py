@@ -50,8 +50,8 @@ def make_learner(
     return MegatronLearner(chunks, source.architecture, groups, optimizer, LearnerSettings(**settings))
 
 
-def random_sequences(count: int, *, seed: int, vocab: int = 131) -> list[TrainSequence]:
-    """Prompts of 1 to 6 tokens, responses of 1 to 24, some with a hole in the mask, one wholly masked."""
+def random_sequences(count: int, *, seed: int, vocab: int = 131, longest: int = 24) -> list[TrainSequence]:
+    """Prompts of 1 to 6 tokens, responses of 1 to `longest`, some with a hole in their mask, one masked."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int) -> int:
@@ -59,7 +59,7 @@ def random_sequences(count: int, *, seed: int, vocab: int = 131) -> list[TrainSe
 
     sequences = []
     for row in range(count):
-        prompt, response = draw(1, 6), draw(1, 24)
+        prompt, response = draw(1, 6), draw(1, longest)
         mask = torch.tensor([False] * prompt + [True] * response)
         if row % 5 == 1:
             mask[prompt + response // 2] = False

@@ -23,6 +23,8 @@ class Modules:
     engine: bool = True
     """Kernels of GPUs, TransformerEngine's or torch's: norms save their input alone."""
     fused_swiglu: bool = False
+    length: float = 0.0
+    """Tokens of the sequence that a token belongs to, on average; masks, outside kernels, grow with it."""
 
 
 def layer_bytes(arch: Architecture, parallel: ParallelSettings, modules: Modules) -> float:
@@ -34,7 +36,11 @@ def layer_bytes(arch: Architecture, parallel: ParallelSettings, modules: Modules
     if modules.engine:
         attention = (3 * query + 3 * key) * size
     else:  # groups of sequences are copied out, padded by about a fifth, and joined again
-        attention = (1.2 * (2 * query + 2 * key) + query) * size
+        copies, mask = 1.0, 0.0
+        if parallel.context > 1:  # two chunks a rank, with all keys before them, gathered; float masks
+            copies = parallel.context + 0.5
+            mask = copies / (2 * parallel.context) * modules.length
+        attention = (1.2 * (2 * query + 2 * copies * key + mask) + query) * size
         if arch.qk_norm:
             attention += (
                 8 * query + (8 if size == 2 else 4) * key + (0 if size == 2 else 4 * (query + 2 * key))

@@ -1,6 +1,6 @@
-"""Bytes that one rank hands to collectives, by group of ranks: exact for the large ones, counted in a test.
+"""Bytes of floating point that one rank hands to collectives, by group of ranks: exact, counted in a test.
 
-Left out is what does not grow with the model: prefix sums, token counts, tallies, shapes of messages.
+Left out are integers (prefix sums, token counts, quantiles, shapes of messages) and the norm's one number.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from pnpo_megatron.algorithm.diagnostics import BIN_SUMS, BINS, MAXIMA, SUMS
 from pnpo_megatron.convert.architecture import Architecture
 from pnpo_megatron.parallel.settings import ParallelSettings
 from pnpo_megatron.planning.shards import Chunk, state_bytes
@@ -20,6 +21,9 @@ CROSSING = {
     "send": lambda n: 1,
 }
 """Bytes that leave a rank for each byte it hands over, by ring algorithms among n ranks."""
+TALLY = 8 * (len(SUMS) + len(BIN_SUMS) * BINS + len(MAXIMA))
+"""Sums and maxima of an update's metrics, float64."""
+_QUANTILES = 4 * 5
 
 
 @dataclass(frozen=True)
@@ -134,8 +138,11 @@ def update_traffic(
     data: int,
     expert_data: int,
 ) -> list[Transfer]:
-    """Once an update: gradients, and the weights of a distributed optimizer; experts among their copies."""
-    found = []
+    """Once an update: metrics, gradients, a distributed optimizer's weights; experts among their copies."""
+    loads = 4 * arch.layers * arch.experts.count if arch.experts else 0  # tokens of every expert
+    found = [Transfer("dp", "all_reduce", TALLY + loads)] if data > 1 else []
+    if parallel.pipeline > 1:
+        found.append(Transfer("pp", "all_reduce", TALLY + loads + _QUANTILES))
     dense = [replace(chunk, experts=()) for chunk in chunks]
     experts = [replace(chunk, dense=(), shared=0) for chunk in chunks]
     for group, part, ranks in (("dp", dense, data), ("edp", experts, expert_data)):
@@ -151,7 +158,7 @@ def update_traffic(
         copied = 2 * arch.hidden + (2 * arch.head_dim if arch.qk_norm else 0)
         copied += arch.experts.count * arch.hidden if arch.experts else 0
         layers = sum(chunk.layers for chunk in chunks)
-        found.append(Transfer("tp", "all_reduce", 4 * (layers * copied + arch.hidden)))
+        found.append(Transfer("tp", "all_reduce", 4 * (layers * copied + arch.hidden) + loads))
     return found
 
 

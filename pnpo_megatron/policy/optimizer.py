@@ -15,6 +15,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import get_model_config
 
 from pnpo_megatron.errors import ConfigError
@@ -138,6 +139,10 @@ def make_optimizer(
         use_torch_optimizer_for_cpu_offload=settings.offload > 0.0,
     )
     optimizer = get_megatron_optimizer(config, list(chunks))
+    for part in optimizer.chained_optimizers[:-1]:
+        if isinstance(part, DistributedOptimizer):
+            # Megatron gathers all weights after the step of each part: after the last one is enough.
+            vars(part)["step_with_ready_grads"] = super(DistributedOptimizer, part).step_with_ready_grads
     if not settings.offload:  # Megatron fills an offloaded state itself
         _fill_state(optimizer)
     return optimizer
