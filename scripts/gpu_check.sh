@@ -12,7 +12,9 @@ wheels=${PNPO_WHEELS:-.whl}
 if compgen -G "$wheels/*.whl" > /dev/null; then
     site=$(mktemp -d)
     trap 'rm -rf "$site"' EXIT
-    "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$site" "$wheels"/*.whl
+    # By name, so that of several wheels pip takes the one this Python can use.
+    basename -a "$wheels"/*.whl | cut -d- -f1 | sort -u | xargs \
+        "$python" -m pip install --quiet --no-index --find-links "$wheels" --no-deps --no-compile --target "$site"
     export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
 fi
 export GPU_CHECK_JSON=$results PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=4

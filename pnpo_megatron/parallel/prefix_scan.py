@@ -99,7 +99,7 @@ def prefix_scan(
     offset, counted_offset, total = earlier_sums(sums, counted, cp_group)
 
     prefix = _scan_onto(ticks, starts, offset - before).to(torch.float64).mul_(GRID_NATS)
-    if counts is None and values.device.type == "cpu" and not bool(counted_offset.any()):
+    if counted_offset is None:
         return prefix, total
     if counts is None or counted_before is None:
         counts, counted_before = torch.zeros_like(ticks), torch.zeros_like(before)
