@@ -34,11 +34,13 @@ from pnpo_megatron.policy.process_groups import (
 )
 from pnpo_megatron.reward.pool import RewardPool
 from pnpo_megatron.reward.worker import load_function
+from pnpo_megatron.rollout.sampler import EngineSampler
+from pnpo_megatron.rollout.server_sampler import ServerSampler
 from pnpo_megatron.rollout.stop_tokens import read_stop_token_ids, stop_tokens
 from pnpo_megatron.rollout.vllm_sampler import VllmSampler
+from pnpo_megatron.serve import engine_options
 from pnpo_megatron.types import Prompt, Sampling
 
-CPU_CACHE_BYTES, GPU_CACHE_BYTES = 256 * 2**20, 16 * 2**30
 LOSS_KEYS = {"name", *OBJECTIVE_KEYS}
 """Settings of `objective` that make the loss; the others are of the loop."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -71,7 +73,7 @@ class Live:
     groups: ParallelGroups
     learner: MegatronLearner
     prompts: PromptSource | Mixture
-    sampler: VllmSampler | None
+    sampler: EngineSampler | None
     rewards: RewardPool | None
 
 
@@ -138,7 +140,7 @@ def _read_model(config: Config) -> HfFolder:
 
 
 @contextmanager
-def rollout_parts(config: Config, inputs: Inputs) -> Iterator[tuple[VllmSampler, RewardPool]]:
+def rollout_parts(config: Config, inputs: Inputs) -> Iterator[tuple[EngineSampler, RewardPool]]:
     """Engine and graders, for rank 0."""
     with start_sampler(config, inputs) as sampler, start_rewards(config) as rewards:
         yield sampler, rewards
@@ -146,7 +148,7 @@ def rollout_parts(config: Config, inputs: Inputs) -> Iterator[tuple[VllmSampler,
 
 @contextmanager
 def live_parts(
-    config: Config, inputs: Inputs, running: tuple[VllmSampler, RewardPool] | None = None
+    config: Config, inputs: Inputs, running: tuple[EngineSampler, RewardPool] | None = None
 ) -> Iterator[Live]:
     """Start engine and graders on rank 0, build the learner on every rank, and end them all on the way out.
 
@@ -222,25 +224,26 @@ def _memory_overrides(config: Config) -> dict[str, Any]:
     }
 
 
-def start_sampler(config: Config, inputs: Inputs) -> VllmSampler:
-    """The engine, starting in the background."""
-    rollout, on_gpu = config.rollout, torch.cuda.is_available()
+def start_sampler(config: Config, inputs: Inputs) -> EngineSampler:
+    """The engine, starting in the background, or the servers."""
+    rollout, options = config.rollout, engine_options(config)
+    common: dict[str, Any] = {
+        "decode": lambda ids: str(inputs.tokenizer.decode(ids, skip_special_tokens=True)),
+        "start_timeout_s": rollout.start_timeout_s,
+        "generate_timeout_s": rollout.generate_timeout_s,
+        "sync_timeout_s": rollout.sync_timeout_s,
+    }
+    if rollout.engine == "server":
+        limits = {key: options[key] for key in ("max_model_len", "max_num_seqs")}
+        return ServerSampler(inputs.folder.path, rollout.servers, **limits, **common)
     return VllmSampler(
         inputs.folder.path,
-        dtype=config.model.dtype,
-        max_model_len=rollout.max_prompt_tokens
-        + max(rollout.max_response_tokens, inputs.eval_sampling.max_tokens),
-        kv_cache_memory_bytes=rollout.kv_cache_bytes or default_cache_bytes(),
-        decode=lambda ids: str(inputs.tokenizer.decode(ids, skip_special_tokens=True)),
         log_path=config.run.folder / "engine.log",
-        max_num_seqs=rollout.max_num_seqs,
-        enforce_eager=not on_gpu if rollout.enforce_eager is None else rollout.enforce_eager,
-        device="cuda" if on_gpu else "cpu",
+        device="cuda" if torch.cuda.is_available() else "cpu",
         threads=rollout.threads,
-        start_timeout_s=rollout.start_timeout_s,
-        generate_timeout_s=rollout.generate_timeout_s,
-        sync_timeout_s=rollout.sync_timeout_s,
         restarts=rollout.restarts,
+        **options,
+        **common,
     )
 
 
@@ -267,8 +270,3 @@ def _objective(config: Config) -> Objective:
 
 def _eval_tokens(config: Config) -> int:
     return config.eval.max_response_tokens or config.rollout.max_response_tokens
-
-
-def default_cache_bytes() -> int:
-    """Key-value cache of the engine where none is set."""
-    return GPU_CACHE_BYTES if torch.cuda.is_available() else CPU_CACHE_BYTES

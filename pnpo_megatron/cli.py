@@ -112,6 +112,13 @@ def _doctor(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     return doctor_command(words)
 
 
+def _serve(arguments: argparse.Namespace, words: Sequence[str]) -> int:
+    from pnpo_megatron.serve import serve_command
+
+    serve_command(words)
+    return DONE
+
+
 def _compare(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     from pnpo_megatron.study import compare_command
 
@@ -167,6 +174,8 @@ def _parser() -> argparse.ArgumentParser:
     score.set_defaults(run=_eval)
     compare = commands.add_parser("compare", help="settings x seeds at one budget of updates", add_help=False)
     compare.set_defaults(run=_compare)
+    serve = commands.add_parser("serve", help="one vLLM server for rollouts on this node", add_help=False)
+    serve.set_defaults(run=_serve)
     doctor = commands.add_parser("doctor", help="versions; whether a job fits a cluster", add_help=False)
     doctor.set_defaults(run=_doctor)
     for name, words in INSTRUMENTS.items():

@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from tomllib import TOMLDecodeError
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import tomli_w
 from pydantic import (
@@ -135,7 +135,10 @@ class RolloutConfig(Section):
     max_prompt_tokens: PositiveInt = 1024
     max_response_tokens: PositiveInt = 15360
     min_tokens: NonNegativeInt = 0
-    engine: Literal["vllm"] = "vllm"
+    engine: Literal["vllm", "server"] = "vllm"
+    """A child process of rank 0, or the servers that `pnpo-megatron serve` started."""
+    servers: list[Annotated[str, Field(pattern=r"^http://[^/\s]+:\d+$")]] = []
+    """``http://HOST:PORT`` of each, for engine = "server"."""
     replay: str = ""
     """Train on the stored rollouts of this run folder instead of sampling."""
     kv_cache_bytes: PositiveInt | None = None
@@ -182,6 +185,15 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"rollout.top_p = {self.top_p}: ratios are taken against the untruncated policy, so "
                 "training needs 1.0; eval.top_p is free"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _servers_are_named(self) -> Self:
+        if (self.engine == "server") != bool(self.servers) or len(set(self.servers)) < len(self.servers):
+            raise ValueError(
+                f'rollout.servers = {self.servers} with rollout.engine = "{self.engine}"; give each address '
+                'once with engine = "server", and none with "vllm"'
             )
         return self
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from pnpo_megatron.build import default_cache_bytes
 from pnpo_megatron.convert.hf_folder import HfFolder
 from pnpo_megatron.data.templates import load_tokenizer
 from pnpo_megatron.errors import ConfigError
@@ -25,6 +24,7 @@ from pnpo_megatron.eval.results import EvalResult, read_result
 from pnpo_megatron.reward.pool import RewardPool
 from pnpo_megatron.rollout.stop_tokens import read_stop_token_ids
 from pnpo_megatron.rollout.vllm_sampler import VllmSampler
+from pnpo_megatron.serve import default_cache_bytes
 from pnpo_megatron.types import Sampling
 
 RESULT = "step_000000.json"

@@ -45,7 +45,7 @@ from pnpo_megatron.rollout.collect import CollectSettings, Overlong, collect, pr
 from pnpo_megatron.rollout.mismatch import check_mismatch, correction_metrics, mismatch_metrics
 from pnpo_megatron.rollout.probe import advice_for, self_check
 from pnpo_megatron.rollout.store import RolloutStore
-from pnpo_megatron.rollout.vllm_sampler import VllmSampler
+from pnpo_megatron.rollout.sampler import EngineSampler
 from pnpo_megatron.types import MiniBatch, RolloutBatch
 
 PROBE_TOKENS = 16
@@ -461,7 +461,7 @@ class Run:
         )
 
     @property
-    def _sampler(self) -> VllmSampler:
+    def _sampler(self) -> EngineSampler:
         assert self.live.sampler is not None, "only rank 0 samples"
         return self.live.sampler
 

@@ -44,6 +44,9 @@ LAYERS: dict[str, Layer] = {
     "eval": Layer(SHARDED, ("rich", "transformers")),
     "policy": Layer((*SHARDED, "policy"), ("megatron.core", "numpy", "safetensors", "transformer_engine")),
     "rollout": Layer((*SHARDED, "rollout"), ("safetensors", "transformers", "numpy")),
+    "rollout.server_client": Layer((*SHARDED, "rollout"), ("httpx", "numpy")),
+    "rollout.server_fleet": Layer((*SHARDED, "rollout"), ("httpx",)),
+    "rollout.vllm_transfer": Layer((*SHARDED, "rollout"), ("vllm",)),
     "rollout.vllm_worker": Layer((*SHARDED, "rollout"), ("vllm", "safetensors", "transformers", "numpy")),
     "config": Layer(PURE, ("pydantic", "pydantic_core", "pydantic_settings", "tomli_w"), distributed=False),
     "analysis": Layer((*PURE, "analysis"), ("rich", "safetensors"), distributed=False),
@@ -52,7 +55,7 @@ LAYERS: dict[str, Layer] = {
     "monitor": Layer(PURE, ("rich", "tensorboard"), distributed=False),
     "resume": Layer(PURE, ("safetensors",), distributed=False),
 }
-ENGINES = {"megatron": "policy", "vllm": "rollout.vllm_worker"}
+ENGINES = {"megatron": ("policy",), "vllm": ("rollout.vllm_worker", "rollout.vllm_transfer")}
 
 
 def matches(module: str, prefix: str) -> bool:
@@ -95,7 +98,7 @@ def forbidden(imported: str, module: str) -> bool:
     """Whether ``module`` (relative to the package) may not import ``imported`` (absolute)."""
     top = imported.split(".")[0]
     layer = layer_of(module)
-    if top in ENGINES and not matches(module, ENGINES[top]):
+    if not any(matches(module, prefix) for prefix in ENGINES.get(top, ("",))):
         return True
     if top == PACKAGE:
         inner = imported.removeprefix(PACKAGE).lstrip(".")

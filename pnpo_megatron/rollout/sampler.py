@@ -1,0 +1,352 @@
+"""The Sampler that the loop sees: checks prompts, sends weights, watches the clock. Never imports vllm.
+
+It talks in messages to whatever generates: an engine in a child process (`vllm_sampler`) or servers
+(`server_sampler`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pnpo_megatron.errors import ConfigError, NoResponsesError, RolloutError
+from pnpo_megatron.rollout.messages import (
+    Abort,
+    CallDone,
+    Command,
+    Generate,
+    GroupDone,
+    LoadWeights,
+    PromptFailed,
+    PromptRequest,
+    Ready,
+    Reply,
+    SamplingValues,
+    TensorEntry,
+    WeightsLoaded,
+    WorkerError,
+)
+from pnpo_megatron.rollout.requests import (
+    check_call,
+    make_request,
+    refusal,
+    sampling_values,
+    unpack_group,
+)
+from pnpo_megatron.rollout.weight_transfer import WeightSender, expected_tensors
+from pnpo_megatron.rollout.worker_process import WorkerDied
+from pnpo_megatron.types import Prompt, RolloutGroup, Sampling
+
+LOG = logging.getLogger(__name__)
+CLOSE_S = 10.0
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PromptFailure:
+    """A prompt that gave no group, and why."""
+
+    prompt_id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class RolloutStats:
+    """What one `generate` call cost in the engine."""
+
+    tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Response tokens per second of engine time; 0 for an empty call."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+class Worker(Protocol):
+    """What answers the messages."""
+
+    def send(self, command: Command) -> None:
+        """Send one command."""
+        ...
+
+    def receive(self, deadline: float, waiting_for: str) -> Reply:
+        """The next reply, by time.monotonic() = `deadline`."""
+        ...
+
+    def close(self, timeout_s: float) -> None:
+        """End it, by force after `timeout_s`."""
+        ...
+
+
+class EngineSampler(ABC):
+    """Generates with engines elsewhere, which start at once and in the background."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_model_len: int,
+        decode: Callable[[Sequence[int]], str],
+        initial_version: int | None = None,
+        start_timeout_s: float = 600.0,
+        generate_timeout_s: float = 3600.0,
+        sync_timeout_s: float = 600.0,
+        restarts: int = 0,
+    ) -> None:
+        """Check the folder and connect; `wait_ready` (or the first use) waits for the engines.
+
+        Args:
+            folder: HF folder with config.json and safetensors files.
+            max_model_len: prompt and response tokens of one sequence.
+            decode: response ids to text, for rewards and people.
+            initial_version: version of the folder's own weights; None refuses generation until a sync.
+            start_timeout_s, generate_timeout_s, sync_timeout_s: seconds allowed for each.
+            restarts: times that a worker which dies is replaced within one call.
+
+        Raises:
+            ConfigError: the folder cannot be sampled from with these settings.
+        """
+        config = _read_config(folder)
+        self._vocab_size, self._max_model_len = int(config["vocab_size"]), max_model_len
+        positions = int(config.get("max_position_embeddings", max_model_len))
+        if max_model_len > positions:
+            raise ConfigError(
+                f"max_model_len = {max_model_len}: {folder} has {positions} positions; use at most that"
+            )
+        self._decode, self.version, self._ready = decode, initial_version, False
+        self.start_timeout_s, self.generate_timeout_s, self.sync_timeout_s = (
+            start_timeout_s,
+            generate_timeout_s,
+            sync_timeout_s,
+        )
+        self._restarts, self._calls = restarts, 0
+        self._weights: tuple[int, tuple[TensorEntry, ...], int] | None = None  # in the sender's buffer
+        self._holds_weights = False  # the worker, of that version
+        self._open_call: int | None = None  # generating, and not yet read to its end
+        self.stats = RolloutStats(0, 0.0)
+        self.failures: tuple[PromptFailure, ...] = ()
+        """Prompts of the last `generate` that gave no group; complete once its iterator has ended."""
+        self._synced = False
+        self.weights_digest = ""
+        """Names the weights of the last sync by their checksums."""
+        self._sender = WeightSender(expected_tensors(folder))
+        self._start()
+
+    def wait_ready(self) -> None:
+        """Wait until the engine can take requests, at most start_timeout_s after the start."""
+        if not self._ready:
+            waiting_for = f"the engine to start ({self.start_timeout_s:g} s, start_timeout_s)"
+            reply = self._worker.receive(self._started + self.start_timeout_s, waiting_for)
+            if not isinstance(reply, Ready):
+                raise RolloutError(f"the rollout worker answered {type(reply).__name__} before it was ready")
+            LOG.info("engine ready: vLLM %s, %.1f s", reply.engine_version, reply.seconds)
+            self._ready = True
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace all weights by HF-named tensors and drop every cache.
+
+        Raises:
+            RolloutError: the set of tensors is not the model's, one is not finite, or the engine failed.
+        """
+        self.wait_ready()
+        entries, nbytes = self._sender.write(tensors)
+        self._drop_open_call()
+        self.version = None  # until the engine says otherwise (TRAPS H33)
+        self._weights = version, entries, nbytes
+        self._insist(self._send_weights)
+        self.version, self._synced = version, True
+        names = repr([(entry.name, entry.checksum) for entry in entries])
+        self.weights_digest = hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
+
+    def generate(
+        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: tuple[int | str, ...]
+    ) -> Iterator[RolloutGroup]:
+        """Start sampling `group_size` responses a prompt; yields groups as they finish, in any order.
+
+        A prompt that cannot be sampled gives no group and is listed in `failures`. Leaving the iterator
+        early, another `generate` and `load_weights` drop what is still being generated.
+
+        Raises:
+            RolloutError: no weights of a known version, every prompt failed, or the worker failed.
+            ConfigError: temperature 0 with groups of more than one.
+            DataError: two prompts share an id.
+        """
+        self.wait_ready()
+        if self.version is None:
+            raise RolloutError(
+                "the engine holds no weights of a known version: call load_weights before generate"
+            )
+        check_call(prompts, group_size, sampling)
+        reasons = [refusal(prompt, sampling, self._vocab_size, self._max_model_len) for prompt in prompts]
+        judged = list(enumerate(zip(prompts, reasons, strict=True)))
+        self.failures = tuple(PromptFailure(prompt.id, reason) for _, (prompt, reason) in judged if reason)
+        requests = tuple(
+            make_request(index, prompt, group_size, seed) for index, (prompt, reason) in judged if not reason
+        )
+        self._drop_open_call()
+        values = sampling_values(sampling)
+        call = self._insist(lambda: self._ask(requests, values))
+        return self._groups(call, prompts, requests, values)
+
+    def close(self) -> None:
+        """End the engine and everything it started."""
+        self._worker.close(CLOSE_S if self._ready else 0.0)  # a starting worker does not listen yet
+        self._sender.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @abstractmethod
+    def _connect(self) -> Worker:
+        """A worker that is starting, or the servers."""
+
+    def _start(self) -> None:
+        self._ready, self._holds_weights, self._started = False, False, time.monotonic()
+        self._worker: Worker = self._connect()
+
+    def _start_again(self, error: WorkerDied) -> None:
+        """Another worker in the place of a dead one; it gets the weights before it is asked for anything."""
+        LOG.warning("%s; starting it again", str(error).splitlines()[0])
+        self._worker.close(0.0)
+        self._start()
+        self.wait_ready()
+
+    def _insist(self, work: Callable[[], T]) -> T:
+        """Work with the worker that is there, or the one that takes a dead one's place."""
+        for left in reversed(range(self._restarts + 1)):
+            try:
+                return work()
+            except WorkerDied as error:
+                if not left:
+                    raise
+                self._start_again(error)
+        raise AssertionError("the last turn returns or raises")
+
+    def _send_weights(self) -> None:
+        assert self._weights is not None
+        version, entries, nbytes = self._weights
+        call = self._next_call()
+        self._worker.send(LoadWeights(call, version, entries, nbytes))
+        waiting_for = f"weights of version {version} to load ({self.sync_timeout_s:g} s, sync_timeout_s)"
+        reply = self._reply_to(call, time.monotonic() + self.sync_timeout_s, waiting_for)
+        if not isinstance(reply, WeightsLoaded) or (reply.version, reply.tensors) != (version, len(entries)):
+            raise RolloutError(f"weight sync: the worker answered {reply}, expected version {version}")
+        self._holds_weights = True
+
+    def _ask(self, requests: tuple[PromptRequest, ...], values: SamplingValues) -> int:
+        """Start generating; the number of the call."""
+        if self._weights and not self._holds_weights:
+            self._send_weights()
+        call = self._open_call = self._next_call()
+        self._worker.send(Generate(call, requests, values))
+        return call
+
+    def _groups(
+        self,
+        call: int,
+        prompts: Sequence[Prompt],
+        requests: tuple[PromptRequest, ...],
+        values: SamplingValues,
+    ) -> Iterator[RolloutGroup]:
+        waiting = {request.index: request for request in requests}
+        deadline, restarts, done = time.monotonic() + self.generate_timeout_s, self._restarts, 0
+        try:
+            while True:
+                try:
+                    reply = self._generated(call, deadline, done, len(requests))
+                except WorkerDied as error:
+                    if not restarts:
+                        raise
+                    restarts -= 1
+                    self._start_again(
+                        error
+                    )  # what is left is sampled with the same seeds, so to the same tokens
+                    call = self._ask(tuple(waiting.values()), values)
+                    deadline = time.monotonic() + self.generate_timeout_s
+                    continue
+                if isinstance(reply, CallDone):
+                    break
+                if isinstance(reply, GroupDone):
+                    done += 1
+                    seeds = waiting.pop(reply.index).seeds
+                    yield self._group(reply, prompts[reply.index], seeds)
+                elif isinstance(reply, PromptFailed):
+                    del waiting[reply.index]
+                    failure = PromptFailure(prompts[reply.index].id, f"{reply.error}: {reply.message}")
+                    self.failures = (*self.failures, failure)
+            self._open_call = None
+        finally:
+            if call == self._open_call:  # left early, or failed
+                self._drop_open_call()
+        self.stats = RolloutStats(reply.tokens, reply.seconds)
+        for failure in self.failures:
+            LOG.warning("prompt %s gave no group: %s", failure.prompt_id, failure.reason)
+        if prompts and not done:
+            raise NoResponsesError(f"all {len(prompts)} prompts failed; the first: {self.failures[0]}")
+
+    def _generated(self, call: int, deadline: float, done: int, requested: int) -> Reply:
+        if call != self._open_call:
+            raise RolloutError(
+                "these responses were dropped: another generate or load_weights came before them"
+            )
+        limit = f"{self.generate_timeout_s:g} s, generate_timeout_s"
+        waiting_for = f"responses: {done} of {requested} prompts finished ({limit})"
+        return self._reply_to(call, deadline, waiting_for)
+
+    def _group(self, reply: GroupDone, prompt: Prompt, seeds: NDArray[np.int64]) -> RolloutGroup:
+        expected = (
+            self.version if self._synced else None
+        )  # the worker knows no version of the folder's weights
+        if self.version is None or reply.version != expected:
+            raise RolloutError(
+                f"prompt {prompt.id}: sampled with version {reply.version}, expected {expected}"
+            )
+        return unpack_group(reply, prompt, seeds, self.version, self._decode)
+
+    def _drop_open_call(self) -> None:
+        call, self._open_call = self._open_call, None
+        if call is not None:
+            try:
+                self._worker.send(Abort(call))
+            except RolloutError as error:  # the cause is already on its way to the caller
+                LOG.warning("could not abort generation: %s", error)
+
+    def _next_call(self) -> int:
+        self._calls += 1
+        return self._calls
+
+    def _reply_to(self, call: int, deadline: float, waiting_for: str) -> Reply:
+        """The next reply to this call; late ones to earlier calls are dropped."""
+        while True:
+            reply = self._worker.receive(deadline, waiting_for)
+            if isinstance(reply, Ready) or reply.call != call:
+                continue
+            if isinstance(reply, WorkerError):
+                raise RolloutError(f"while waiting for {waiting_for}, {reply.error}: {reply.message}")
+            return reply
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"{folder} is no HF model folder: it has no config.json")
+    config: dict[str, Any] = json.loads(file.read_text())
+    return config

@@ -1,0 +1,57 @@
+"""Engines behind HTTP: one vLLM server a node, started by `pnpo-megatron serve`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pnpo_megatron.rollout.sampler import EngineSampler, Worker
+from pnpo_megatron.rollout.server_fleet import ServerFleet
+
+
+class ServerSampler(EngineSampler):
+    """Generates with servers that somebody else starts and ends."""
+
+    def __init__(
+        self,
+        model_folder: Path | str,
+        servers: Sequence[str],
+        *,
+        max_model_len: int,
+        decode: Callable[[Sequence[int]], str],
+        max_num_seqs: int = 256,
+        initial_version: int | None = None,
+        start_timeout_s: float = 600.0,
+        generate_timeout_s: float = 3600.0,
+        sync_timeout_s: float = 600.0,
+    ) -> None:
+        """Look for the servers; `wait_ready` (or the first use) waits until all of them answer.
+
+        Args:
+            model_folder: the folder that they were started with.
+            servers: `http://HOST:PORT` of each.
+            max_model_len, max_num_seqs: as the servers have them, or less.
+            decode, initial_version, start_timeout_s, generate_timeout_s, sync_timeout_s: as in EngineSampler.
+
+        Raises:
+            ConfigError: the folder cannot be sampled from with these settings.
+        """
+        self._urls, self._max_num_seqs = servers, max_num_seqs
+        super().__init__(
+            Path(model_folder),
+            max_model_len=max_model_len,
+            decode=decode,
+            initial_version=initial_version,
+            start_timeout_s=start_timeout_s,
+            generate_timeout_s=generate_timeout_s,
+            sync_timeout_s=sync_timeout_s,
+        )
+
+    def _connect(self) -> Worker:
+        return ServerFleet(
+            self._urls,
+            self._sender.fd,
+            max_model_len=self._max_model_len,
+            max_num_seqs=self._max_num_seqs,
+            timeout_s=self.sync_timeout_s,
+        )
