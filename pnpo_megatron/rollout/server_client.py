@@ -15,7 +15,7 @@ from pnpo_megatron.rollout.messages import GroupDone, PromptRequest, SamplingVal
 from pnpo_megatron.rollout.vllm_worker import sampling_fields
 from pnpo_megatron.rollout.weight_network import BACKEND
 
-HEALTH_S = 5.0
+HEALTH_S = 10.0
 """A server that is well answers `/health` at once, even while it generates: its engine is another process."""
 NEEDED = {
     ("model_config", "logprobs_mode"): "processed_logprobs",
@@ -100,6 +100,7 @@ class Server:
             for seed in prompt.seeds.tolist()
         ]
         whole = asyncio.gather(*parts)
+        whole.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, if nobody looks
         try:
             ends: set[asyncio.Future[Any]] = {whole, self.gone}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

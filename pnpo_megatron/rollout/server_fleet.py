@@ -43,7 +43,7 @@ LOG = logging.getLogger(__name__)
 logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request
 CLOSE_S = 2.0
 WATCH_S = 1.0
-SILENCES = 6
+SILENCES = 3
 """Questions in a row without an answer (`HEALTH_S` each), after which a server counts as gone."""
 RETRIES = 3
 """Of one prompt with servers that are well; those that die are not counted."""
@@ -76,7 +76,7 @@ class ServerFleet:
         self._replies: SimpleQueue[Reply | RolloutError | ConfigError] = SimpleQueue()
         self._calls: dict[int, Future[None]] = {}
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-servers", daemon=True)
+        self._thread = threading.Thread(target=self._talk, name="rollout-servers", daemon=True)
         self._thread.start()
         self._begin(0, self._meet())
 
@@ -113,6 +113,10 @@ class ServerFleet:
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._end(), self._loop)
             self._thread.join(timeout_s + CLOSE_S)
+
+    def _talk(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
 
     def _begin(self, call: int, work: Coroutine[None, None, Reply]) -> None:
         self._calls[call] = asyncio.run_coroutine_threadsafe(self._answer(call, work), self._loop)
@@ -261,9 +265,11 @@ class ServerFleet:
         offer = WeightOffer(self._weights_fd, command.nbytes, self._timeout_s)
         try:
             work = (self._load_one(server, offer, command, name) for server in self._servers)
-            await asyncio.gather(*work)
+            ends = await asyncio.gather(*work, return_exceptions=True)
         finally:
             offer.close()
+        for error in filter(None, ends):
+            raise error
         self._live()
         return WeightsLoaded(command.call, command.version, len(command.entries), time.monotonic() - started)
 
