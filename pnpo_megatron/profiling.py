@@ -74,7 +74,9 @@ class StepProfile:
 
 def step_table(averages: Any) -> str:
     """Phases with their share of the step, then the operations with most time of their own."""
-    phases = {one.key.removeprefix("pnpo/"): one for one in averages if one.key.startswith("pnpo/")}
+    named = (one for one in averages if one.key.startswith("pnpo/"))
+    # A GPU's trace has each phase a second time, without CPU time: the last of a name stays.
+    phases = {one.key.removeprefix("pnpo/"): one for one in sorted(named, key=lambda one: one.cpu_time_total)}
     whole = sum(phases[name].cpu_time_total for name in _PHASES if name in phases)
     lines = ["phase           calls     seconds   share"]
     for name in (one for one in _PHASES if one in phases):

@@ -124,8 +124,13 @@ _TORCH_PATCHES: tuple[tuple[Any, str, Any, str], ...] = (
 
 def _megatron_patches() -> None:
     """Faults of Megatron-Core 0.16.1 that show only without TransformerEngine."""
+    # torch.compile is slower than what it saves here, needs a compiler, and takes seconds to be imported: by
+    # the time that `disable_jit_fuser` can be called, Megatron's own imports have used it.
+    compile_function = torch.compile
+    vars(torch)["compile"] = lambda function: function
     jit = importlib.import_module("megatron.core.jit")
-    jit.disable_jit_fuser()  # torch.compile is slower than what it saves here, and needs a compiler
+    vars(torch)["compile"] = compile_function
+    jit.disable_jit_fuser()
     plain_adam.install()
     # moe_utils.py:1093 turns only CUDA tensors into the numpy split sizes that all_to_all needs.
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")

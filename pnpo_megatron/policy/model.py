@@ -7,6 +7,7 @@ Its last stage returns hidden states, never logits: log-probs come from the chun
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -102,6 +103,12 @@ def transformer_config(
     }
     config = (MLATransformerConfig if arch.latent else TransformerConfig)(**fields)
     _check_messages(config)
+    if "layernorm" in (config.recompute_modules or ()) and find_spec("transformer_engine") is None:
+        # tensor_parallel/random.py:589 asks TransformerEngine about fp8, whatever the type.
+        raise ConfigError(
+            'model.recompute_modules has "layernorm": Megatron-Core 0.16.1 can run norms again only where '
+            "TransformerEngine is installed; leave it out"
+        )
     return config
 
 

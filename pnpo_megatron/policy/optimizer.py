@@ -91,6 +91,7 @@ def wrap_data_parallel(chunks: Sequence[Any], settings: OptimizerSettings) -> li
         check_for_nan_in_grad=False,  # a gradient that is not finite skips the update instead (GPU.md 13)
     )
     for chunk in chunks:
+        chunk.to(torch.cuda.current_device())  # Megatron leaves routers on the host until they are first used
         _mark_copied_experts(chunk, config)
     wrapped = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)

@@ -18,10 +18,7 @@ pytestmark = [
 ]
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "qwen2": {
-        "mlp and layernorm again": {
-            "recompute_granularity": "selective",
-            "recompute_modules": ["mlp", "layernorm"],
-        },
+        "mlp again": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
         "fused SwiGLU": {"bias_activation_fusion": True},
     },
     "qwen3_moe": {

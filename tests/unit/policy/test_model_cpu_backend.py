@@ -87,3 +87,14 @@ def test_patches_that_would_come_too_late_are_an_error():
         "import pnpo_megatron.policy"
     )
     assert "import pnpo_megatron.policy first" in result.stderr
+
+
+def test_no_compiler_is_loaded_for_what_is_not_compiled():
+    """Importing it takes more seconds than everything else together."""
+    result = in_a_new_process(
+        "import sys, torch\n"
+        "compile_function = torch.compile\n"
+        "import pnpo_megatron.policy.learner\n"
+        "print('torch._inductor' in sys.modules, torch.compile is compile_function)"
+    )
+    assert result.stdout.split() == ["False", "True"], result.stderr

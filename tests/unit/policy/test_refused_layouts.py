@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -82,3 +83,11 @@ def test_virtual_stages_of_two_ranks_without_overlapped_messages_are_refused(
         ConfigError, match=r"pipeline = 2 with virtual_pipeline = 2.*overlap_p2p_comm = True"
     ):
         transformer_config(architectures["qwen2"], parallel, dtype=torch.float32, **plain)
+
+
+@pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="TransformerEngine is installed")
+def test_norms_are_run_again_only_with_transformer_engine(architectures: dict[str, Architecture]) -> None:
+    """Megatron would end in a NameError at the first forward pass."""
+    fields = {"recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm"]}
+    with pytest.raises(ConfigError, match=r"recompute_modules has \"layernorm\".*leave it out"):
+        transformer_config(architectures["qwen2"], ParallelSettings(), dtype=torch.float32, **fields)
