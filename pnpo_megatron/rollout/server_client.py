@@ -61,30 +61,25 @@ class Server:
         await self._ask("GET", "/health", HEALTH_S)
 
     async def check_settings(self, max_model_len: int) -> str:
-        """Its vLLM version, if it was started for this; ConfigError says with what it should have been."""
+        """Its vLLM version, if it was started for this; ConfigError says what is wrong otherwise."""
         try:
-            info = (await self._ask("GET", "/server_info", None, params={"config_format": "json"}))[
-                "vllm_config"
-            ]
+            reply = await self._ask("GET", "/server_info", None, params={"config_format": "json"})
+            info = reply["vllm_config"]
             found = {key: info[key[0]][key[1]] for key in NEEDED}
             longest = int(info["model_config"]["max_model_len"])
             version = str((await self._ask("GET", "/version", HEALTH_S))["version"])
+            wrong = [f"{key[1]} = {found[key]!r} instead of {NEEDED[key]!r}" for key in NEEDED
+                     if found[key] != NEEDED[key]]  # fmt: skip
+            if longest < max_model_len:
+                wrong.append(f"max_model_len = {longest}, of which {max_model_len} are needed")
         except (ServerRefused, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{self._other_start}; it does not tell its settings ({error})") from error
-        wrong = [
-            f"{key[1]} = {found[key]!r} instead of {NEEDED[key]!r}"
-            for key in NEEDED
-            if found[key] != NEEDED[key]
-        ]
-        if longest < max_model_len:
-            wrong.append(f"max_model_len = {longest}, of which {max_model_len} are needed")
+            wrong, version = [f"settings that it does not tell ({error!r})"], ""
         if wrong:
-            raise ConfigError(f"{self._other_start}; it has {', '.join(wrong)}")
+            raise ConfigError(
+                f"rollout.servers: {self.url} was not started by `pnpo-megatron serve` with these settings; "
+                f"it has {', '.join(wrong)}"
+            )
         return version
-
-    @property
-    def _other_start(self) -> str:
-        return f"rollout.servers: {self.url} was not started by `pnpo-megatron serve` with this configuration"
 
     async def group(
         self, call: int, prompt: PromptRequest, values: SamplingValues, weights: str
@@ -128,11 +123,11 @@ class Server:
             reason, spans = str(choice["finish_reason"]), choice["weight_versions"]
             held = {str(span["version"]) for span in spans}
         except (KeyError, TypeError, ValueError) as error:
-            raise ServerRefused(f"{self.url} gave no usable response: {error!r}") from error
+            raise ServerRefused(f"gave no usable response: {error!r}") from error
         if reason == "abort":
             raise ServerLost("it dropped a request")
         if reason not in ("stop", "length"):
-            raise ServerRefused(f"{self.url}: a response ended with {reason!r}")
+            raise ServerRefused(f"a response ended with {reason!r}")
         if held != {weights}:
             raise ServerLost(
                 f"it holds weights {sorted(held)}, not {weights!r}: started again?", certain=True
@@ -156,7 +151,7 @@ class Server:
         await self._ask("POST", "/resume", timeout_s)
         held = (await self._ask("GET", "/weight_info", timeout_s)).get("weight_version")
         if held != weights:
-            raise ServerRefused(f"{self.url} holds weights {held!r} after a sync to {weights!r}")
+            raise ServerRefused(f"holds weights {held!r} after a sync to {weights!r}")
 
     async def _ask(self, method: str, route: str, timeout_s: float | None, **content: Any) -> dict[str, Any]:
         """JSON of the reply; every request has a connection of its own, so a closed one is never met.
@@ -172,13 +167,13 @@ class Server:
         if reply.status_code >= 500:
             raise ServerLost(f"HTTP {reply.status_code}: {_message(reply)}")
         if reply.status_code != 200:
-            raise ServerRefused(f"{self.url}: HTTP {reply.status_code}: {_message(reply)}")
+            raise ServerRefused(f"HTTP {reply.status_code}: {_message(reply)}")
         try:
             value = reply.json() if reply.content else {}
         except ValueError as error:
-            raise ServerRefused(f"{self.url}{route}: not JSON: {reply.text[:200]!r}") from error
+            raise ServerRefused(f"{route}: not JSON: {reply.text[:200]!r}") from error
         if not isinstance(value, dict):
-            raise ServerRefused(f"{self.url}{route}: expected an object: {reply.text[:200]!r}")
+            raise ServerRefused(f"{route}: expected an object: {reply.text[:200]!r}")
         return value
 
 

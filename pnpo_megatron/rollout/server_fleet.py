@@ -250,7 +250,7 @@ class ServerFleet:
         try:
             return replace(task.result(), version=self._weights[1])
         except ServerRefused as error:
-            return PromptFailed(call, prompt.index, "ServerRefused", str(error))
+            return PromptFailed(call, prompt.index, "ServerRefused", f"{server.url}: {error}")
         except ServerLost as error:
             if not await self._is_gone(server, error):
                 tries[prompt.index] += 1
@@ -284,11 +284,9 @@ class ServerFleet:
                 await server.health()
                 await server.check_settings(self._max_model_len)
             await server.load(update, name, self._timeout_s)
-        except ServerLost as error:
-            if not await self._is_gone(server, error):
+        except (ServerLost, ServerRefused) as error:
+            if isinstance(error, ServerRefused) or not await self._is_gone(server, error):
                 raise RolloutError(f"weight sync: {server.url}: {error}") from error
-        except ServerRefused as error:
-            raise RolloutError(f"weight sync: {error}") from error
         else:
             if server.gone.done():
                 LOG.warning("rollout server %s is back", server.url)
