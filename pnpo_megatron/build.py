@@ -25,6 +25,7 @@ from pnpo_megatron.eval.evaluate import check_request
 from pnpo_megatron.parallel.groups import ParallelGroups
 from pnpo_megatron.policy.learner import LearnerSettings, MegatronLearner
 from pnpo_megatron.policy.model import build_model, check_layout, experts_overrides
+from pnpo_megatron.policy.offload import LearnerMemory
 from pnpo_megatron.policy.optimizer import OptimizerSettings
 from pnpo_megatron.policy.process_groups import (
     ParallelSettings,
@@ -34,6 +35,7 @@ from pnpo_megatron.policy.process_groups import (
 )
 from pnpo_megatron.reward.pool import RewardPool
 from pnpo_megatron.reward.worker import load_function
+from pnpo_megatron.rollout.colocation import Turns
 from pnpo_megatron.rollout.sampler import EngineSampler
 from pnpo_megatron.rollout.server_sampler import ServerSampler
 from pnpo_megatron.rollout.stop_tokens import read_stop_token_ids, stop_tokens
@@ -75,6 +77,9 @@ class Live:
     prompts: PromptSource | Mixture
     sampler: EngineSampler | None
     rewards: RewardPool | None
+    turns: Turns | None = None
+    """With rollout.colocated, on rank 0, whose GPU the engine shares."""
+    memory: LearnerMemory | None = None
 
 
 def read_inputs(config: Config) -> Inputs:
@@ -83,6 +88,11 @@ def read_inputs(config: Config) -> Inputs:
     Raises:
         UserError: naming the setting, what was found and what works.
     """
+    if config.rollout.colocated and not torch.cuda.is_available():
+        raise ConfigError(
+            "rollout.colocated = true: there is no CUDA device whose memory engine and learner could share; "
+            "use false"
+        )
     folder = _read_model(config)
     _check_reward(config.reward.function)
     tokenizer = load_tokenizer(folder.path)
@@ -163,6 +173,7 @@ def live_parts(
         sampler, rewards = None, None
         if rank == 0 and not config.rollout.replay:
             sampler, rewards = running or stack.enter_context(rollout_parts(config, inputs))
+        turns = _first_turn(sampler) if config.rollout.colocated else None
         groups = initialize_parallel(
             ParallelSettings(**config.parallel.model_dump()),
             seed=config.seed,
@@ -173,7 +184,18 @@ def live_parts(
         source = make_source(
             inputs.loaded, config.data.weights, seed=config.seed, shuffle=config.data.shuffle
         )
-        yield Live(inputs, groups, learner, source, sampler, rewards)
+        memory = LearnerMemory(learner) if config.rollout.colocated else None
+        yield Live(inputs, groups, learner, source, sampler, rewards, turns, memory)
+
+
+def _first_turn(sampler: EngineSampler | None) -> Turns | None:
+    """The engine builds itself on an empty GPU and sleeps; the other ranks wait in what comes next."""
+    if sampler is None:
+        return None
+    assert isinstance(sampler, VllmSampler)
+    turns = Turns(sampler)
+    turns.begin()
+    return turns
 
 
 def _longest_work_of_rank_zero(config: Config) -> float:
@@ -242,6 +264,7 @@ def start_sampler(config: Config, inputs: Inputs) -> EngineSampler:
         device="cuda" if torch.cuda.is_available() else "cpu",
         threads=rollout.threads,
         restarts=rollout.restarts,
+        sleep_mode=rollout.colocated,
         **options,
         **common,
     )

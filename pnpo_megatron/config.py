@@ -139,6 +139,8 @@ class RolloutConfig(Section):
     """A child process of rank 0, or the servers that `pnpo-megatron serve` started."""
     servers: list[Annotated[str, Field(pattern=r"^http://[^/\s]+:\d+$")]] = []
     """``http://HOST:PORT`` of each, for engine = "server"."""
+    colocated: bool = False
+    """GPUs only: the engine sleeps during updates, gradients and optimizer leave the GPU meanwhile."""
     replay: str = ""
     """Train on the stored rollouts of this run folder instead of sampling."""
     kv_cache_bytes: PositiveInt | None = None
@@ -361,6 +363,22 @@ class Config(BaseSettings):
             )
         if rollout.max_lag and rollout.replay:
             raise ValueError("rollout.max_lag: nothing is sampled with rollout.replay; use max_lag = 0")
+        return self
+
+    @model_validator(mode="after")
+    def _a_shared_gpu_has_one_tenant_at_a_time(self) -> Self:
+        rollout = self.rollout
+        found = {
+            'rollout.engine = "server"': rollout.engine != "vllm",
+            "rollout.max_lag = 1": rollout.max_lag,
+            "rollout.replay": rollout.replay,
+            "optimizer.offload": self.optimizer.offload,
+        }
+        if rollout.colocated and any(found.values()):
+            raise ValueError(
+                f"rollout.colocated = true and {next(name for name in found if found[name])}: learner and "
+                "engine take turns on a GPU that both of them fill; use one of the two"
+            )
         return self
 
     @model_validator(mode="after")

@@ -176,7 +176,7 @@ HARMLESS = (
     "reward.max_fault_rate", "optimizer.max_skipped", "rollout.keep", "rollout.kv_cache_bytes",
     "rollout.max_num_seqs", "rollout.enforce_eager", "rollout.threads", "rollout.max_mismatch",
     "rollout.sync_check", "rollout.start_timeout_s", "rollout.generate_timeout_s", "rollout.sync_timeout_s",
-    "rollout.restarts", "rollout.engine", "rollout.servers",
+    "rollout.restarts", "rollout.engine", "rollout.servers", "rollout.colocated",
 )  # fmt: skip
 """Settings that do not touch the numbers. Model and prompts are compared by content, not by path."""
 ROUNDING = (

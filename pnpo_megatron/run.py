@@ -44,8 +44,8 @@ from pnpo_megatron.rollout.ahead import Ahead
 from pnpo_megatron.rollout.collect import CollectSettings, Overlong, collect, probe
 from pnpo_megatron.rollout.mismatch import check_mismatch, correction_metrics, mismatch_metrics
 from pnpo_megatron.rollout.probe import advice_for, self_check
-from pnpo_megatron.rollout.store import RolloutStore
 from pnpo_megatron.rollout.sampler import EngineSampler
+from pnpo_megatron.rollout.store import RolloutStore
 from pnpo_megatron.types import MiniBatch, RolloutBatch
 
 PROBE_TOKENS = 16
@@ -189,6 +189,8 @@ class Run:
         self.watch.place = f"update {self.position.update + 1} of step {batch.step}"
         metrics = mismatch_metrics(batch)
         check_mismatch(metrics, self.config.rollout.max_mismatch, f"step {batch.step}")
+        if self.live.turns and self.live.memory:
+            metrics |= self.live.turns.to_learner(self.live.memory)
         if self.plan.correction:
             metrics |= correction_metrics(batch, self.plan.correction)
         if self.is_writer:
@@ -206,10 +208,17 @@ class Run:
         from_rank_zero(self._finish_ahead, self.control, "waiting for the next batch's responses")
         start = perf_counter()
         tensors = self.live.learner.export_hf()
+        switched: Metrics = {}
+
+        def load() -> None:
+            self._sampler.load_weights(tensors, version=step)
 
         def send() -> None:
             try:
-                self._sampler.load_weights(tensors, version=step)
+                if self.live.turns and self.live.memory:
+                    switched.update(self.live.turns.to_engine(self.live.memory, load))
+                else:
+                    load()
             finally:
                 deque(
                     tensors, maxlen=0
@@ -230,6 +239,7 @@ class Run:
         named = {key.replace("mismatch/", "mismatch/sync_"): value for key, value in gap.items()}
         # Where the engine's own log-probs are the old ones, the batch itself shows no difference.
         waited = {"time/generate_wait_s": start - waiting} if self.plan.max_lag else {}
+        named |= switched
         return {"time/sync_s": seconds, **waited, **named, **({} if self.plan.learner_scores_old else gap)}
 
     def _self_check(self, probed: RolloutBatch, mean_abs: float) -> str:

@@ -25,12 +25,15 @@ from pnpo_megatron.rollout.messages import (
     Generate,
     GroupDone,
     LoadWeights,
+    MemoryChanged,
     PromptFailed,
     PromptRequest,
     Reply,
     SamplingValues,
     Shutdown,
+    Sleep,
     TensorEntry,
+    Wake,
     WeightsLoaded,
     WorkerError,
 )
@@ -55,6 +58,14 @@ class Engine(Protocol):
 
     def step(self) -> list[Any]:
         """One scheduling step; the requests that have something to say."""
+        ...
+
+    def sleep(self, level: int) -> None:
+        """Level 2 drops weights and cache."""
+        ...
+
+    def wake_up(self, tags: list[str]) -> Any:
+        """Take memory for these parts again."""
         ...
 
 
@@ -109,7 +120,11 @@ class EngineDriver:
             case Abort():
                 self._abort(command.call)
             case LoadWeights():
-                self._load_weights(command)
+                self._answer(command.call, lambda: self._load_weights(command))
+            case Sleep():
+                self._answer(command.call, lambda: self._sleep(command.call))
+            case Wake():
+                self._answer(command.call, lambda: self._wake(command))
 
     def _generate(self, command: Generate) -> None:
         call = self._calls[command.call] = _Call()
@@ -191,19 +206,35 @@ class EngineDriver:
             del self._calls[number]
             self._send(CallDone(number, call.tokens, time.monotonic() - call.started))
 
-    def _load_weights(self, command: LoadWeights) -> None:
+    def _answer(self, call: int, work: Callable[[], Reply]) -> None:
+        try:
+            reply = work()
+        except Exception as error:  # crosses the pipe as data; the sampler stops the run
+            reply = WorkerError(call, type(error).__name__, str(error), fatal=False)
+        self._send(reply)
+
+    def _load_weights(self, command: LoadWeights) -> Reply:
         started = time.monotonic()
         self._version = None  # a failed sync leaves no version in force
-        try:
-            if self._engine.has_unfinished_requests():
-                raise RolloutError("weight sync: responses are still being generated")
-            self._replace_weights(command.entries)
-        except Exception as error:  # crosses the pipe as data; the sampler stops the run
-            self._send(WorkerError(command.call, type(error).__name__, str(error), fatal=False))
-            return
+        self._refuse_while_generating("weight sync")
+        self._replace_weights(command.entries)
         self._version = command.version
         seconds = time.monotonic() - started
-        self._send(WeightsLoaded(command.call, command.version, len(command.entries), seconds))
+        return WeightsLoaded(command.call, command.version, len(command.entries), seconds)
+
+    def _sleep(self, call: int) -> Reply:
+        self._version = None  # the weights are gone: waking does not bring them back (TRAPS H33)
+        self._refuse_while_generating("sleep")
+        self._engine.sleep(level=2)
+        return MemoryChanged(call)
+
+    def _wake(self, command: Wake) -> Reply:
+        self._engine.wake_up(tags=[command.part])
+        return MemoryChanged(command.call)
+
+    def _refuse_while_generating(self, doing: str) -> None:
+        if self._engine.has_unfinished_requests():
+            raise RolloutError(f"{doing}: responses are still being generated")
 
 
 def _request_id(call: int, index: int, sample: int) -> str:

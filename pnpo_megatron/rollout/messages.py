@@ -24,6 +24,8 @@ class EngineSettings:
     max_num_batched_tokens: int
     chunked_prefill: bool
     enforce_eager: bool
+    sleep_mode: bool
+    """The engine can give its memory back (`Sleep`); GPUs only."""
     float32_head: bool
     """Multiply hidden states and head in float32 (GPU.md 6)."""
 
@@ -89,6 +91,21 @@ class LoadWeights:
 
 
 @dataclass(frozen=True)
+class Sleep:
+    """Drop weights and cache; answered by MemoryChanged. No version is in force until LoadWeights."""
+
+    call: int
+
+
+@dataclass(frozen=True)
+class Wake:
+    """Take memory for "weights" or "kv_cache" again; answered by MemoryChanged."""
+
+    call: int
+    part: str
+
+
+@dataclass(frozen=True)
 class Shutdown:
     """End the engine and the process."""
 
@@ -149,6 +166,13 @@ class WeightsLoaded:
 
 
 @dataclass(frozen=True)
+class MemoryChanged:
+    """Asleep, or that part is awake."""
+
+    call: int
+
+
+@dataclass(frozen=True)
 class WorkerError:
     """A command failed. `fatal` means that the worker ends."""
 
@@ -158,5 +182,5 @@ class WorkerError:
     fatal: bool
 
 
-Command: TypeAlias = Generate | Abort | LoadWeights | Shutdown
-Reply: TypeAlias = Ready | GroupDone | PromptFailed | CallDone | WeightsLoaded | WorkerError
+Command: TypeAlias = Generate | Abort | LoadWeights | Sleep | Wake | Shutdown
+Reply: TypeAlias = Ready | GroupDone | PromptFailed | CallDone | WeightsLoaded | MemoryChanged | WorkerError

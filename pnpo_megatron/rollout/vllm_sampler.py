@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pnpo_megatron.rollout.messages import EngineSettings
+from pnpo_megatron.rollout.colocation import Part
+from pnpo_megatron.rollout.messages import EngineSettings, Sleep, Wake
 from pnpo_megatron.rollout.sampler import EngineSampler, Worker
 from pnpo_megatron.rollout.worker_process import WorkerProcess, worker_environment
 
@@ -21,6 +23,7 @@ def engine_settings(
     max_num_batched_tokens: int = 4096,
     enforce_eager: bool = True,
     device: Literal["cpu", "cuda"] = "cpu",
+    sleep_mode: bool = False,
 ) -> EngineSettings:
     """Settings of an engine, the same for a child process and a server.
 
@@ -33,6 +36,7 @@ def engine_settings(
         max_num_batched_tokens: tokens of one engine step; raised to what max_model_len needs.
         enforce_eager: no graph capture; keep it on CPUs.
         device: where the engine runs.
+        sleep_mode: it shares its GPU with the learner (`VllmSampler.sleep`).
     """
     return EngineSettings(
         model_folder=str(folder),
@@ -46,6 +50,7 @@ def engine_settings(
         # do: the engine would die as soon as the prompts of a call exceed max_num_batched_tokens.
         chunked_prefill=device == "cuda",
         enforce_eager=enforce_eager,
+        sleep_mode=sleep_mode,
         float32_head=device == "cuda",  # the CPU build packs the head and cannot cast it
     )
 
@@ -103,7 +108,27 @@ class VllmSampler(EngineSampler):
         assert isinstance(self._worker, WorkerProcess)
         return self._worker.pid
 
+    def sleep(self) -> None:
+        """Give the GPU's memory back. Weights and cache are dropped: nothing is sampled before a sync."""
+        self.wait_ready()
+        self._drop_open_call()
+        self.version, self._weights, self._holds_weights = None, None, False
+        self._insist(lambda: self._change_memory(Sleep(self._next_call())))
+        self._asleep = True
+
+    def wake(self, part: Part) -> None:
+        """Take the GPU's memory for the weights, then, after `load_weights`, for the cache."""
+        self._insist(lambda: self._change_memory(Wake(self._next_call(), part)))
+
+    def _change_memory(self, command: Sleep | Wake) -> None:
+        if isinstance(command, Wake) and not self._asleep:
+            return  # a worker started in the place of one that died holds all its memory already
+        self._worker.send(command)
+        deadline = time.monotonic() + self.sync_timeout_s
+        self._reply_to(command.call, deadline, f"{command} ({self.sync_timeout_s:g} s, sync_timeout_s)")
+
     def _connect(self) -> Worker:
+        self._asleep = False
         return WorkerProcess(
             self._settings, self._sender.fd, self._environment, self._log_path, self.sync_timeout_s
         )

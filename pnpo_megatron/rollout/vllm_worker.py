@@ -35,6 +35,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "enable_chunked_prefill": settings.chunked_prefill,
         "enforce_eager": settings.enforce_eager,
+        "enable_sleep_mode": settings.sleep_mode,
         "enable_prefix_caching": True,
         # The CPU default of 128 shares nothing of the prompts of a group that are shorter.
         **({} if settings.chunked_prefill else {"block_size": 32}),

@@ -20,10 +20,13 @@ from pnpo_megatron.rollout.messages import (
     Generate,
     GroupDone,
     LoadWeights,
+    MemoryChanged,
     PromptFailed,
     PromptRequest,
     SamplingValues,
     Shutdown,
+    Sleep,
+    Wake,
     WeightsLoaded,
     WorkerError,
 )
@@ -38,6 +41,13 @@ class FakeEngine:
     def __init__(self) -> None:
         self.requests: dict[str, Any] = {}
         self.steps = 0
+        self.memory: list[str] = []
+
+    def sleep(self, level: int) -> None:
+        self.memory.append(f"sleep {level}")
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.memory += tags
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
@@ -141,6 +151,18 @@ def test_weights_are_not_replaced_while_responses_are_generated() -> None:
     error, *_ = serve(generate, LoadWeights(2, 6, (), 0), load=loaded.append)
     assert isinstance(error, WorkerError) and "still being generated" in error.message
     assert not loaded
+
+
+def test_h33_sleep_and_wake_leave_no_version_in_force() -> None:
+    engine = FakeEngine()
+    generate = Generate(4, (request(0, [5], [1]),), VALUES)
+    load = LoadWeights(1, 5, (), 0)
+    *answers, group, _ = serve(load, Sleep(2), Wake(3, "weights"), generate, engine=engine)
+    assert isinstance(answers[0], WeightsLoaded) and answers[1:] == [MemoryChanged(2), MemoryChanged(3)]
+    assert engine.memory == ["sleep 2", "weights"] and group.version is None
+    error, *_ = serve(generate, Sleep(5), engine=engine)
+    assert isinstance(error, WorkerError) and "sleep: responses are still" in error.message
+    assert engine.memory == ["sleep 2", "weights"]
 
 
 def test_h34_every_field_that_a_generation_config_could_fill_is_stated() -> None:
