@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -17,6 +18,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import get_model_config
+from torch import Tensor
 
 from pnpo_megatron.errors import ConfigError
 from pnpo_megatron.policy import loss_scale
@@ -170,12 +172,28 @@ def set_learning_rate(optimizer: MegatronOptimizer, settings: OptimizerSettings,
 
 
 def gradient_norm(optimizer: MegatronOptimizer) -> float:
-    """Global norm of the summed gradient, over all shards; not finite if anything in it is not finite.
+    """Global norm of the summed gradient, over all shards; not finite if anything in it, or squared, is not.
 
-    Collective. Copies the gradients to where `apply_gradient` reads them.
+    In float64: Megatron's float32 norm of 28 million numbers is off by a thousandth on CPUs, and another
+    split would clip by another number. Collective. Copies the gradients to where `apply_gradient` reads them.
     """
     optimizer.prepare_grads()
-    return float(optimizer.get_grad_norm())
+    squares = 0.0
+    for part in optimizer.chained_optimizers:
+        total = _sum_of_squares(part.get_main_grads_for_grad_norm())
+        dist.all_reduce(total, group=part.get_grad_stats_parallel_group())
+        squares += float(total)
+    return math.inf if squares > torch.finfo(torch.float32).max else math.sqrt(squares)  # Adam squares it too
+
+
+def _sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
+    """Scalar float64; in pieces, so that no gradient is copied whole."""
+    total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
+    for gradient in gradients:
+        for piece in gradient.reshape(-1).split(1 << 20):
+            wide = piece.double()
+            total += torch.dot(wide, wide)
+    return total
 
 
 def apply_gradient(optimizer: MegatronOptimizer, clip_grad: float, norm: float) -> None:

@@ -339,3 +339,21 @@ def test_bfloat16_weights_start_at_ratio_one_and_gather_steps_below_their_resolu
     assert first["weight/min"] == first["weight/max"] == 1.0
     assert found["moved"][0] < 0.2
     assert found["moved"][-1] > 0.5
+
+
+def test_the_gradient_norm_of_many_numbers_is_exact():
+    """float32 loses a thousandth of it on CPUs, and with it clips by another number in every layout."""
+    from types import SimpleNamespace
+
+    from pnpo_megatron.policy.optimizer import gradient_norm
+    from pnpo_megatron.policy.process_groups import start_distributed
+
+    start_distributed()
+    gradients = [torch.full((3, 3_000_000), 0.1), torch.tensor([7.0, 24.0])]
+    part = SimpleNamespace(
+        get_main_grads_for_grad_norm=lambda: gradients, get_grad_stats_parallel_group=lambda: None
+    )
+    optimizer: Any = SimpleNamespace(prepare_grads=lambda: None, chained_optimizers=[part])
+    tenth = float(torch.tensor(0.1))  # as float32 has it
+    expected = math.sqrt(9_000_000 * tenth**2 + 7.0**2 + 24.0**2)
+    assert gradient_norm(optimizer) == pytest.approx(expected, rel=1e-12)
