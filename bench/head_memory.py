@@ -59,7 +59,7 @@ class Problem:
 
 
 def peak(tokens: int, kind: str) -> tuple[float, float]:
-    """(GiB above inputs, weights and their gradients, CPU seconds) of one pass, on all cores: it takes minutes."""
+    """(GiB above inputs, weights and their gradients, CPU seconds) of one pass, on all cores."""
     torch.set_num_threads(os.cpu_count() or 1)
     problem = Problem(tokens)
     start = time.process_time()
