@@ -8,6 +8,9 @@
 #   PNPO_MAX_RESTARTS     how often a job may go back into the queue (default 20)
 #   PNPO_REQUEUE_CODES    exit codes after which it does (default 75; "75 1 137" survives bad nodes too)
 #   PNPO_GRACE_S          seconds from the first failed rank to the end of all (default 15)
+#   PNPO_ROLLOUT_NODES    the last N nodes of a training job sample, and do nothing else (default 0: rank 0's GPU does)
+#   PNPO_SERVERS_PER_NODE servers on each of those; they share its GPUs evenly (default 1)
+TRAIN_OPTIONS=() TRAIN_FLAGS=() # set by start_servers
 
 fail() {
     echo "error: $1" >&2
@@ -35,15 +38,14 @@ activate_environment() {
     source "$venv/bin/activate"
 }
 
-# MASTER_ADDR is the address by which Slurm itself reaches the job's first node (a node's name need not resolve);
 # MASTER_PORT differs between jobs that share a node and stays below the ports that the kernel hands out.
 set_rendezvous() {
     local hosts first
     hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || fail "scontrol cannot list the nodes of this job" 1
     first=${hosts%%$'\n'*}
     [ -n "$first" ] || fail "scontrol lists no node for $SLURM_JOB_NODELIST" 1
-    MASTER_ADDR=$(scontrol show node -o "$first" | grep -o 'NodeAddr=[^ ]*') || MASTER_ADDR=$first
-    export MASTER_ADDR=${MASTER_ADDR#NodeAddr=}
+    MASTER_ADDR=$(node_address "$first")
+    export MASTER_ADDR
     export MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
 }
 
@@ -60,29 +62,80 @@ print(([argument[len(key):] for argument in sys.argv[2:] if argument.startswith(
 PYTHON
 }
 
+# start_servers CONFIG.toml ...: with PNPO_ROLLOUT_NODES, a step of `pnpo-megatron serve` on the last nodes. The servers end
+# with the job. Sets TRAIN_OPTIONS (srun's) and TRAIN_FLAGS (the trainer's).
+start_servers() {
+    local count=${PNPO_ROLLOUT_NODES:-0} hosts rollout urls=() flags=() host index word
+    local port=$((MASTER_PORT + 1))
+    export PNPO_SERVERS_PER_NODE=${PNPO_SERVERS_PER_NODE:-1}
+    [ "$count" -gt 0 ] || return 0
+    mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    local left=$((${#hosts[@]} - count))
+    [ "$left" -gt 0 ] || fail "PNPO_ROLLOUT_NODES = $count of ${#hosts[@]} nodes: at least one has to train"
+    rollout=("${hosts[@]:left}")
+    for host in "${rollout[@]}"; do
+        for ((index = 0; index < PNPO_SERVERS_PER_NODE; index++)); do
+            urls+=("http://$(node_address "$host"):$((port++))")
+        done
+    done
+    for word in "${@:2}"; do # train's own flags mean nothing to a server
+        [[ $word != --*.*=* ]] || flags+=("$word")
+    done
+    PNPO_SERVERS=$(join "${urls[@]}")
+    export PNPO_SERVERS
+    TRAIN_OPTIONS=("--nodes=$left" "--ntasks=$((left * SLURM_NTASKS_PER_NODE))" "--nodelist=$(join "${hosts[@]:0:left}")")
+    TRAIN_FLAGS=("--rollout.engine=server" "--rollout.servers=$PNPO_SERVERS")
+    set_logs
+    step_options
+    srun --job-name=serve --nodes="$count" --ntasks=$((count * PNPO_SERVERS_PER_NODE)) --nodelist="$(join "${rollout[@]}")" \
+        --ntasks-per-node="$PNPO_SERVERS_PER_NODE" --kill-on-bad-exit=0 "${STEP_OPTIONS[@]}" \
+        "$PNPO_HOME/scripts/slurm/serve.sh" "$1" "${flags[@]}" < /dev/null &
+}
+
+join() {
+    local IFS=,
+    echo "$*"
+}
+
+# Where Slurm itself reaches a node: its name need not resolve.
+node_address() { # NODE
+    local address
+    address=$(scontrol show node -o "$1" | grep -o 'NodeAddr=[^ ]*') || address=$1
+    echo "${address#NodeAddr=}"
+}
+
+set_logs() {
+    PNPO_LOGS=${PNPO_LOGS:-$PNPO_HOME/slurm-logs/${SLURM_JOB_NAME:-job}-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}}
+    export PNPO_LOGS
+    mkdir -p "$PNPO_LOGS" || fail "PNPO_LOGS = $PNPO_LOGS: cannot be made"
+}
+
+step_options() {
+    STEP_OPTIONS=()
+    # Since Slurm 22.05 srun does not take this over from sbatch.
+    [ -z "${SLURM_CPUS_PER_TASK:-}" ] || STEP_OPTIONS+=("--cpus-per-task=$SLURM_CPUS_PER_TASK")
+    if [ -n "${PNPO_CONTAINER:-}" ]; then
+        STEP_OPTIONS+=("--container-image=$PNPO_CONTAINER" "--container-workdir=$PNPO_HOME")
+        STEP_OPTIONS+=("--container-mounts=$PNPO_HOME:$PNPO_HOME,$PNPO_LOGS:$PNPO_LOGS${PNPO_MOUNTS:+,$PNPO_MOUNTS}")
+    fi
+}
+
 # launch COMMAND ...: one task a GPU runs `pnpo-megatron COMMAND ...`, and every rank sees all devices of its node.
 # A rank that fails ends the others: they have PNPO_GRACE_S to say so themselves, then they are killed from here. srun's
 # own --kill-on-bad-exit sends TERM, which a training rank takes as "save and stop", then blocks for KillWait (30 s).
 launch() {
-    local options=() code=0
+    local code=0
     [ -z "${SLURM_GPUS_PER_TASK:-}" ] || fail "--gpus-per-task hides the GPUs beside a rank from its rollout replica; \
 use --gpus-per-node"
-    PNPO_LOGS=${PNPO_LOGS:-$PNPO_HOME/slurm-logs/${SLURM_JOB_NAME:-job}-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}}
-    export PNPO_LOGS
-    mkdir -p "$PNPO_LOGS" || fail "PNPO_LOGS = $PNPO_LOGS: cannot be made"
+    set_logs
     rm -f "$PNPO_LOGS/run_folder"
     SRUN_ERRORS=$(mktemp) # on this node: other nodes' files on a shared disk may be seen late
-    # Since Slurm 22.05 srun does not take this over from sbatch.
-    [ -z "${SLURM_CPUS_PER_TASK:-}" ] || options+=("--cpus-per-task=$SLURM_CPUS_PER_TASK")
-    if [ -n "${PNPO_CONTAINER:-}" ]; then
-        options+=("--container-image=$PNPO_CONTAINER" "--container-workdir=$PNPO_HOME")
-        options+=("--container-mounts=$PNPO_HOME:$PNPO_HOME,$PNPO_LOGS:$PNPO_LOGS${PNPO_MOUNTS:+,$PNPO_MOUNTS}")
-    fi
+    step_options
     trap '' TERM USR1 # they are for the ranks; this shell stays until those have saved
     (
         trap - TERM USR1
-        exec srun --job-name="$1" --kill-on-bad-exit=0 --wait=60 --label "${options[@]}" \
-            "$PNPO_HOME/scripts/slurm/task.sh" "$@"
+        exec srun --job-name="$1" --kill-on-bad-exit=0 --wait=60 --label "${STEP_OPTIONS[@]}" "${TRAIN_OPTIONS[@]}" \
+            "$PNPO_HOME/scripts/slurm/task.sh" "$@" "${TRAIN_FLAGS[@]}"
     ) < /dev/null 2> >(tee "$SRUN_ERRORS" >&2) &
     local step=$! deadline=""
     while kill -0 "$step" 2> /dev/null; do

@@ -15,6 +15,10 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "it runs")
 # "fail": rank 1 ends with 7 while rank 0 hangs and does not listen. "save": stopped by a signal, as training.
 PROGRAM = """#!{python} -S
 import os, pathlib, signal, sys, time
+if sys.argv[1] == "serve":
+    print("serving", *sys.argv[2:], os.environ["SLURMD_NODENAME"], flush=True)
+    pathlib.Path("served").touch()
+    time.sleep(120)
 rank, restart = int(os.environ["RANK"]), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 def stop(number, frame):
     if rank == 0:
@@ -27,6 +31,11 @@ for number in (signal.SIGTERM, signal.SIGUSR1):
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "SLURMD_NODENAME")
 print("start", restart, *(os.environ[name] for name in names), flush=True)
 pathlib.Path(f"started_{{restart}}_{{rank}}").touch()
+if os.environ["PLAN"] == "served":
+    while not pathlib.Path("served").exists():
+        time.sleep(0.05)
+    print(*sys.argv[1:], flush=True)
+    sys.exit(0)
 if os.environ["PLAN"] == "save" and restart:
     sys.exit(0)
 if os.environ["PLAN"] == "fail" and rank == 1:
@@ -56,12 +65,12 @@ def submit(slurm, tmp_path):
     (tmp_path / "venv").mkdir()
     (tmp_path / "venv" / "bin").symlink_to(tmp_path / "bin")
 
-    def run(plan: str, *options: str) -> Job:
+    def run(plan: str, *options: str, ranks: int = 2, **environment: str) -> Job:
         job = slurm.submit(
             "train.sbatch", "config.toml", folder=tmp_path, options=options,
-            PLAN=plan, PNPO_VENV=str(tmp_path / "venv"), PNPO_GRACE_S="3",
+            PLAN=plan, PNPO_VENV=str(tmp_path / "venv"), PNPO_GRACE_S="3", **environment,
         )  # fmt: skip
-        job.wait(lambda: len(list(tmp_path.glob("started_0_*"))) == 2, "both ranks", 30)
+        job.wait(lambda: len(list(tmp_path.glob("started_0_*"))) == ranks, "all ranks", 30)
         return job
 
     return run
@@ -104,6 +113,18 @@ def test_a_job_that_a_person_cancels_does_not_come_back(submit, slurm):
     assert (job.field("Restarts"), "saved after SIGTERM" in job.log()) == ("0", True)
     assert "queue" not in job.log(), "nobody even asked Slurm to take it back"
     assert job.number not in slurm.command("squeue", "-h", "-o", "%i").split()
+
+
+def test_a_rollout_node_serves_while_the_other_trains_and_ends_with_the_job(submit, tmp_path):
+    job = submit("served", ranks=1, PNPO_ROLLOUT_NODES="1")
+    job.wait(lambda: job.state() == "COMPLETED" and not job.processes(), "the job's end", 40)
+    (logs,) = tmp_path.glob("slurm-logs/*")
+    port = 10000 + int(job.number) % 20000 + 1
+    address = f"127.0.0.1 --port {port}"
+    assert (logs / "server_000.log").read_text() == f"serving config.toml --host {address} -- n2\n"
+    started, trained = (logs / "rank_000.log").read_text().splitlines()
+    assert started == "start 0 0 0 1 1 127.0.0.1 n1"
+    assert trained.endswith(f"config.toml --rollout.engine=server --rollout.servers=http://127.0.0.1:{port}")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -36,6 +36,7 @@ exit "$code"
 # Rank 0 ends as told; rank 1 would go on for a long time unless rank 0 ends well.
 TRAINER = """#!/usr/bin/env bash
 env | grep -E '^(RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|NCCL_.*)=' > "$STUB_LOG/rank_$RANK"
+[ "$1" != serve ] || { echo "${CUDA_VISIBLE_DEVICES:-} $*" > "$STUB_LOG/serve_$SLURM_PROCID"; exit; }
 echo "$$ $*" >> "$STUB_LOG/trainer"
 if [ -n "${STUB_EXIT_FILE:-}" ] && [ "$RANK" = 0 ]; then
     mkdir -p "${STUB_RUN:-run}"; echo "$STUB_EXIT_FILE" > "${STUB_RUN:-run}/exit_code"
@@ -47,7 +48,7 @@ SCONTROL = """#!/usr/bin/env bash
 echo "$@" >> "$STUB_LOG/scontrol"
 case "$1 $2" in
 "show hostnames") [ -z "${STUB_NO_HOSTS:-}" ] && printf 'n1\\nn2\\n' ;;
-"show node") echo "NodeName=n1 NodeAddr=10.0.0.1 State=IDLE" ;;
+"show node") echo "NodeName=$4 NodeAddr=10.0.0.${4#n} State=IDLE" ;;
 "show job") echo "JobId=61234 JobState=${STUB_STATE:-RUNNING} Reason=None" ;;
 esac
 """
@@ -233,6 +234,35 @@ def test_one_gpu_a_task_is_refused_with_the_reason(job):
     assert result.returncode == 2
     assert "--gpus-per-node" in result.stderr
     assert not (notes / "trainer").exists()
+
+
+def test_the_last_nodes_serve_and_the_others_train_with_their_addresses(job, tmp_path):
+    run, notes = job
+    cluster = {"PNPO_ROLLOUT_NODES": "1", "PNPO_SERVERS_PER_NODE": "2", "SLURM_NTASKS_PER_NODE": "2"}
+    result = run(
+        "config.toml", "--rollout.prompts=64", "--allow-change", CUDA_VISIBLE_DEVICES="0,1,2,3", **cluster
+    )
+    assert result.returncode == 0, result.stderr
+    for number, devices in enumerate(("0,1", "2,3")):
+        served = (notes / f"serve_{number}").read_text().split()
+        assert served[:4] == [devices, "serve", "config.toml", "--rollout.prompts=64"], (
+            "not train's own flags"
+        )
+        port = str(11235 + number)
+        assert served[4:] == ["--host", "10.0.0.2", "--port", port, "--", "--tensor-parallel-size", "2"]
+    servers = "http://10.0.0.2:11235,http://10.0.0.2:11236"
+    flags = f"--rollout.engine=server --rollout.servers={servers}"
+    assert f"--rollout.prompts=64 --allow-change {flags}" in (notes / "trainer").read_text()
+    steps = sorted((notes / "srun").read_text().splitlines())
+    assert "--job-name=serve --nodes=1 --ntasks=2 --nodelist=n2 --ntasks-per-node=2" in steps[0]
+    assert "--nodes=1 --ntasks=2 --nodelist=n1" in steps[1]
+
+
+def test_a_job_whose_nodes_all_serve_is_refused(job):
+    run, notes = job
+    result = run(PNPO_ROLLOUT_NODES="2")
+    assert (result.returncode, "at least one has to train" in result.stderr) == (2, True)
+    assert not (notes / "srun").exists()
 
 
 def test_the_evaluation_script_passes_its_arguments_and_exit_code(job):
