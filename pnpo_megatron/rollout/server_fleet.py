@@ -7,6 +7,7 @@ nothing but time: the prompts it had not finished go to the others, with the sam
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import resource
 import secrets
@@ -87,8 +88,12 @@ class ServerFleet:
                 self._begin(command.call, self._generate(command))
             case LoadWeights():
                 self._begin(command.call, self._load(command))
-            case Abort() if command.call in self._calls:
-                self._calls.pop(command.call).cancel()
+            case Abort():
+                if call := self._calls.pop(command.call, None):
+                    call.cancel()
+                with contextlib.suppress(Empty):  # its error, if it had one, is nobody's any more
+                    while True:
+                        self._replies.get_nowait()
 
     def receive(self, deadline: float, waiting_for: str) -> Reply:
         """The next reply, by time.monotonic() = `deadline`.
@@ -125,7 +130,8 @@ class ServerFleet:
         try:
             self._replies.put(await work)
         except (RolloutError, ConfigError) as error:
-            self._replies.put(error)
+            if call in self._calls:
+                self._replies.put(error)
         except Exception as error:  # the boundary of the thread: the sampler raises it as its own
             LOG.exception("call %d to the rollout servers", call)
             self._replies.put(WorkerError(call, type(error).__name__, str(error), fatal=False))

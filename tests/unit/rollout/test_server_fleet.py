@@ -347,6 +347,22 @@ def test_a_server_that_keeps_its_old_name_after_a_sync_stops_the_run() -> None:
             fleet.load(3)
 
 
+def test_the_error_of_a_call_that_was_dropped_does_not_reach_the_next_one() -> None:
+    with FakeServer() as server, Fleet(server) as fleet:
+        server.gate.clear()
+        fleet.ask(2)
+        server.wait(lambda: server.open == 4)
+        fleet.fleet._servers[0].gone.get_loop().call_soon_threadsafe(
+            fleet.fleet._give_up, fleet.fleet._servers[0], "told so"
+        )
+        server.wait(lambda: not fleet.fleet._calls)
+        fleet.fleet.send(Abort(1))
+        server.gate.set()
+        assert isinstance(fleet.load(3), WeightsLoaded)  # it is back
+        fleet.ask(2, call=2)
+        assert len(fleet.rest(2)) == 2
+
+
 def test_a_server_that_dies_in_a_sync_is_left_out(pair: tuple[FakeServer, FakeServer]) -> None:
     with Fleet(*pair) as fleet:
         pair[0].kill()
