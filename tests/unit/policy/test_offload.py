@@ -16,14 +16,14 @@ from pnpo_megatron.types import TrainSequence
 
 
 def run(folder: Path, sequences: list[TrainSequence], distributed: bool, leaves: bool) -> list[Any]:
-    """What three updates give; with `leaves` the learner is away between them, and scores and exports so."""
+    """What two updates give; with `leaves` the learner is away between them, and scores and exports so."""
     from pnpo_megatron.policy.offload import LearnerMemory
 
     optimizer = OptimizerSettings(lr=1e-2, warmup_steps=0, distributed=distributed)
     learner = make_learner(folder, optimizer=optimizer, dtype=torch.bfloat16)
     memory, found = LearnerMemory(learner), []
     rows = with_old(sequences, learner.log_probs(share(sequences, "response")))
-    for _ in range(3):
+    for _ in range(2):
         if leaves:
             memory.offload()
             buffers = [buffer.grad_data for chunk in learner.chunks for buffer in chunk.buffers]
