@@ -23,6 +23,24 @@ def correct(completions: list[str], answer: list[str], **_: Any) -> list[float]:
     return [float(one is not None and one[1] == wanted) for one, wanted in zip(found, answer, strict=True)]
 
 
+class TimedTrainer(GRPOTrainer):
+    """GRPOTrainer with two clocks: sampling, and all before a loss (sampling, rewards, scoring)."""
+
+    sampling, preparing = 0.0, 0.0
+
+    def _generate(self, *args: Any) -> Any:
+        begin = time.perf_counter()
+        found = super()._generate(*args)
+        self.sampling += time.perf_counter() - begin
+        return found
+
+    def _prepare_inputs(self, *args: Any) -> Any:
+        begin = time.perf_counter()
+        found = super()._prepare_inputs(*args)
+        self.preparing += time.perf_counter() - begin
+        return found
+
+
 class Clock(TrainerCallback):
     """Wall time of the training loop."""
 
@@ -38,12 +56,11 @@ class Clock(TrainerCallback):
 def main() -> None:
     """peers_trl.py EXAMPLE OUT STEPS: the settings of the example's config.toml, with grpo's objective."""
     example, out, steps = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    torch.set_num_threads(2)
     rows = [json.loads(line) for line in (example / "data" / "prompts.jsonl").read_text().splitlines()]
     data = Dataset.from_list([{"prompt": row["problem"], "answer": str(row["answer"])} for row in rows])
     tokenizer = AutoTokenizer.from_pretrained(example / "base")
     clock = Clock()
-    trainer = GRPOTrainer(
+    trainer = TimedTrainer(
         model=AutoModelForCausalLM.from_pretrained(example / "base", dtype=torch.float32),
         reward_funcs=correct,
         train_dataset=data,
@@ -82,7 +99,13 @@ def main() -> None:
     tokenizer.save_pretrained(out / "hf")
     logged = [row for row in trainer.state.log_history if "completions/mean_length" in row]
     lengths = sum(row["completions/mean_length"] for row in logged) / len(logged)
-    result = {"seconds": clock.seconds, "updates": steps * 8, "generated": lengths * 512 * steps}
+    result = {
+        "seconds": clock.seconds,
+        "sampling": trainer.sampling,
+        "updating": clock.seconds - trainer.preparing,
+        "updates": steps * 8,
+        "generated": lengths * 512 * steps,
+    }
     (out / "result.json").write_text(json.dumps(result) + "\n")
 
 

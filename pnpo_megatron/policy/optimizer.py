@@ -178,11 +178,14 @@ def gradient_norm(optimizer: MegatronOptimizer) -> float:
     split would clip by another number. Collective. Copies the gradients to where `apply_gradient` reads them.
     """
     optimizer.prepare_grads()
-    squares = 0.0
-    for part in optimizer.chained_optimizers:
+    totals: dict[Any, Tensor] = {}
+    for part in optimizer.chained_optimizers:  # a pipeline stage without experts has fewer: one sum a group
+        group = part.get_grad_stats_parallel_group()
         total = _sum_of_squares(part.get_main_grads_for_grad_norm())
-        dist.all_reduce(total, group=part.get_grad_stats_parallel_group())
-        squares += float(total)
+        totals[group] = totals[group] + total if group in totals else total
+    for group, total in totals.items():
+        dist.all_reduce(total, group=group)
+    squares = sum(map(float, totals.values()))
     return math.inf if squares > torch.finfo(torch.float32).max else math.sqrt(squares)  # Adam squares it too
 
 

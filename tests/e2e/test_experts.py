@@ -9,8 +9,11 @@ import pytest
 from tiny_task import finish, make_task, read_metrics, start_training, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-STEPS = 10
-SETTINGS = ("--model.moe_aux_loss=0.01", "--model.router_replay=true", "--eval.benchmarks=[]")
+STEPS = 6
+SETTINGS = (
+    "--model.moe_aux_loss=0.01", "--model.router_replay=true", "--eval.benchmarks=[]",
+    "--checkpoint.every=0", "--export.every=0",
+)  # fmt: skip
 
 
 def train(task: Path, name: str, ranks: int, *flags: str) -> list[dict]:
@@ -30,7 +33,7 @@ def train(task: Path, name: str, ranks: int, *flags: str) -> list[dict]:
 def test_a_run_improves_its_reward(tmp_path: Path, family: str, ranks: int, flags: tuple[str, ...]) -> None:
     rows = train(make_task(tmp_path, family), "run", ranks, *flags)
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
-    assert fmean(rewards[-3:]) > fmean(rewards[:3]) + 1.0
+    assert fmean(rewards[-2:]) > fmean(rewards[:2]) + 1.0, rewards
     gaps = [row["mismatch/max_abs"] for row in rows if "mismatch/max_abs" in row]
     assert max(gaps) < 1e-4, "every expert of the learner reached the engine"
     firsts = [row for row in rows if "reward/mean" in row]
