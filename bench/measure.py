@@ -7,10 +7,12 @@ and only ratios are judged.
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -134,16 +136,31 @@ def _rank_main(
 
 
 def report(name: str, rows: Sequence[Row], bounds: Sequence[Bound] = (), *, out: Path | None = None) -> None:
-    """Print a Markdown table and the bounds, and write both to `bench/results/NAME.json`, or to `out`."""
+    """Print a Markdown table and the bounds, and write both to `bench/results/NAME.json`, or to `out`.
+
+    A figure that got over 10 % worse than in the last commit says so.
+    """
     print(table(rows), flush=True)
+    earlier = committed(name)
     for bound in bounds:
         verdict = "holds" if bound.holds else "DOES NOT HOLD"
+        if bound.measured > 1.1 * earlier.get(bound.what, math.inf):
+            verdict += f", WORSE than the committed {earlier[bound.what]:.4g}"
         print(f"{bound.what}: {bound.measured:.4g}, at most {bound.limit:.4g}: {verdict}", flush=True)
     path = out or RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     judged = [asdict(bound) | {"holds": bound.holds} for bound in bounds]
     content = {"name": name, "machine": machine(), "bounds": judged, "rows": list(rows)}
     path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def committed(name: str) -> dict[str, float]:
+    """What was measured for each bound in the last commit; nothing where there is none."""
+    command = ["git", "show", f"HEAD:bench/results/{name}.json"]
+    shown = subprocess.run(command, cwd=RESULTS, capture_output=True, check=False)
+    if shown.returncode:
+        return {}
+    return {bound["what"]: bound["measured"] for bound in json.loads(shown.stdout)["bounds"]}
 
 
 def table(rows: Sequence[Row]) -> str:
