@@ -67,17 +67,20 @@ def test_a_server_has_the_trainers_engine_settings_and_what_the_trainer_checks(s
     assert command[-2:] == ["--tensor-parallel-size", "2"]
     flags = {"--enforce-eager", "--skip-tokenizer-init", "--no-enable-chunked-prefill", "--enable-scale-out"}
     assert flags <= set(command)
-    assert values.items() >= {
-        "--model": "folder",
-        "--dtype": "float32",
-        "--max-model-len": "160",
-        "--max-num-seqs": "9",
-        "--kv-cache-memory-bytes": "1048576",
-        "--logprobs-mode": NEEDED["model_config", "logprobs_mode"],
-        "--generation-config": NEEDED["model_config", "generation_config"],
-        "--weight-transfer-config": f'{{"backend": "{NEEDED["weight_transfer_config", "backend"]}"}}',
-        "--worker-extension-cls": "pnpo_megatron.rollout.vllm_transfer.Extension",
-    }.items()
+    assert (
+        values.items()
+        >= {
+            "--model": "folder",
+            "--dtype": "float32",
+            "--max-model-len": "160",
+            "--max-num-seqs": "9",
+            "--kv-cache-memory-bytes": "1048576",
+            "--logprobs-mode": NEEDED["model_config", "logprobs_mode"],
+            "--generation-config": NEEDED["model_config", "generation_config"],
+            "--weight-transfer-config": f'{{"backend": "{NEEDED["weight_transfer_config", "backend"]}"}}',
+            "--worker-extension-cls": "pnpo_megatron.rollout.vllm_transfer.Extension",
+        }.items()
+    )
 
 
 def test_a_server_knows_nothing_of_a_launcher_and_has_a_core_process(start, monkeypatch):
@@ -85,11 +88,14 @@ def test_a_server_knows_nothing_of_a_launcher_and_has_a_core_process(start, monk
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "8")
     _, environment = start("--port", "8001")
     assert not environment.keys() & {"RANK", "VLLM_CPU_KVCACHE_SPACE", "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    assert environment.items() >= {
-        "VLLM_SERVER_DEV_MODE": "1",
-        "OMP_NUM_THREADS": "3",
-        "PNPO_SERVER_PID": str(os.getpid()),
-    }.items()
+    assert (
+        environment.items()
+        >= {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "OMP_NUM_THREADS": "3",
+            "PNPO_SERVER_PID": str(os.getpid()),
+        }.items()
+    )
 
 
 def test_servers_and_engine_belong_together(tmp_path):
