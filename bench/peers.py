@@ -55,7 +55,7 @@ def run(command: list[str], threads: int) -> Row:
 
     def watch() -> None:
         nonlocal peak
-        while not done.wait(0.5):
+        while not done.wait(2.0):
             peak = max(peak, tree_bytes(process.pid))
 
     watcher = threading.Thread(target=watch)

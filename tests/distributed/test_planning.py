@@ -18,7 +18,7 @@ from pnpo_megatron.planning.activations import Modules, saved_bytes
 from pnpo_megatron.planning.shards import StateBytes, chunks_of, state_bytes
 from pnpo_megatron.planning.traffic import micro_batch_traffic, update_traffic
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 DENSE: dict[str, dict[str, Any]] = {
     "TP2": {"tensor": 2},
