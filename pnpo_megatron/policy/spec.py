@@ -10,9 +10,11 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from pnpo_megatron.policy.cp_attention import SdpaCoreAttention
 
@@ -28,6 +30,19 @@ class RmsNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
         # Set as an attribute of the parameter, where finalize_model_grads looks for it.
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
+
+
+class BiasedLinear(ColumnParallelLinear):
+    """Adds the bias within the matrix product, as transformers and vLLM do, where one rank holds all columns.
+
+    Added to the product it is rounded once more, which 30 layers turn into 5e-5 of a logit.
+    """
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if kwargs["bias"] is not None and self.tp_group.size() == 1:
+            return torch.nn.functional.linear(input, weight, kwargs["bias"])
+        output: Tensor = super()._forward_impl(input, weight, *args, **kwargs)
+        return output
 
 
 def uses_transformer_engine(
@@ -73,6 +88,8 @@ def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
     layer.submodules.pre_mlp_layernorm = RmsNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = SdpaCoreAttention
+    if config.add_qkv_bias:
+        attention.linear_qkv = BiasedLinear
     if config.qk_layernorm:
         attention.q_layernorm = RmsNorm
         attention.k_layernorm = RmsNorm

@@ -9,13 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from converters import convert, convert_back, load_script, verify
-from hf_models import hf_logits
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from pnpo_megatron.convert.hf_folder import HfFolder
-from pnpo_megatron.policy.conversion import load_model, one_process, sequence_hidden
-from pnpo_megatron.policy.model import output_weight
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "smollm2_cpu"
 
@@ -64,22 +60,4 @@ def test_h23_h26_smollm2_gives_the_logits_of_transformers_and_comes_back_byte_fo
     back = HfFolder(tmp_path / "back")
     assert back.names() == source.names()
     assert all(torch.equal(back.tensor(name), source.tensor(name)) for name in source.names())
-    if family == "llama":
-        assert verify(hf, tmp_path / "megatron", "--tokens", "2000") == 0, capsys.readouterr().out
-    else:
-        check_against_float64(hf, tmp_path / "megatron")
-
-
-def check_against_float64(hf: Path, megatron: Path) -> None:
-    """A bias added after a product, not with it, is rounded elsewhere, and this model makes 1e-7 into 1e-4:
-    transformers' own float32 is that far from its float64, and ours may be no further."""
-    ids = torch.randint(0, 49152, (300,))
-    with one_process() as groups, torch.no_grad():
-        (model,) = load_model(megatron, torch.float32, groups)
-        ours = sequence_hidden(model, ids) @ output_weight(model)[:49152].T
-    reference = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)
-    single = hf_logits(reference, ids)
-    exact = hf_logits(reference.double(), ids)
-    rounding = float((single - exact).abs().max())
-    assert rounding < 1e-3
-    assert float((ours - exact).abs().max()) <= 2.0 * rounding
+    assert verify(hf, tmp_path / "megatron", "--tokens", "2000") == 0, capsys.readouterr().out
