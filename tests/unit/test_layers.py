@@ -44,7 +44,7 @@ LAYERS: dict[str, Layer] = {
     "eval": Layer(SHARDED, ("rich", "transformers")),
     "policy": Layer((*SHARDED, "policy"), ("megatron.core", "numpy", "safetensors", "transformer_engine")),
     "rollout": Layer((*SHARDED, "rollout"), ("safetensors", "transformers", "numpy")),
-    "rollout.server_client": Layer((*SHARDED, "rollout"), ("httpx", "numpy")),
+    "rollout.server_client": Layer((*SHARDED, "rollout"), ("httpx", "numpy", "pydantic_core")),
     "rollout.server_fleet": Layer((*SHARDED, "rollout"), ("httpx",)),
     "rollout.vllm_transfer": Layer((*SHARDED, "rollout"), ("vllm",)),
     "rollout.vllm_worker": Layer((*SHARDED, "rollout"), ("vllm", "safetensors", "transformers", "numpy")),
