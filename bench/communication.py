@@ -27,30 +27,37 @@ from pnpo_megatron.parallel.cp_layout import inverse_index, local_index
 from pnpo_megatron.parallel.prefix_scan import prefix_scan, ratio_stats
 
 RESPONSES, LENGTH = 32, 15_360
-_INPUT = {"_allgather_base_": 1, "allgather_": 1, "allreduce_": 0, "reduce_scatter_": 1, "broadcast_": 0}
-"""Which argument of each collective holds what a rank gives away."""
+_SENT: dict[str, tuple[int, Callable[[int], float]]] = {
+    "_allgather_base_": (1, lambda ranks: ranks - 1),
+    "allgather_": (1, lambda ranks: ranks - 1),
+    "alltoall_base_": (1, lambda ranks: (ranks - 1) / ranks),
+    "allreduce_": (0, lambda ranks: 2 * (ranks - 1) / ranks),
+}
+"""Which argument of a collective is given away, and how often it goes over the wire from each of C ranks."""
 
 
 class SentBytes(TorchDispatchMode):
-    """Counts what every torch.distributed operation takes from this rank, below the Python wrappers."""
+    """Counts what every torch.distributed operation sends from this rank, below the Python wrappers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.total = 0
+        self.total = 0.0
         self.calls: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Every operation passes here; an unknown collective is an error, not zero bytes."""
         if func.namespace == "c10d":
             name = func._opname
-            given = args[_INPUT[name]]
+            argument, share = _SENT[name]
+            given = args[argument]
             self.calls.append(name)
-            self.total += sum(x.nbytes for x in ([given] if isinstance(given, Tensor) else given))
+            whole = sum(x.nbytes for x in ([given] if isinstance(given, Tensor) else given))
+            self.total += whole * share(dist.get_world_size())
         return func(*args, **(kwargs or {}))
 
 
-def counted(run: Callable[[], object]) -> tuple[int, list[str]]:
-    """Bytes this rank hands to collectives in `run`, and their names."""
+def counted(run: Callable[[], object]) -> tuple[float, list[str]]:
+    """Bytes this rank sends to others by collectives in `run`, and their names."""
     with SentBytes() as sent:
         run()
     return sent.total, sent.calls
@@ -106,8 +113,8 @@ def measure(ranks: int, rounds: int) -> tuple[Row, list[Bound]]:
     row = {
         "C": ranks,
         "collectives": len(calls),
-        "bytes given": sent,
-        "gather, bytes": gathered,
+        "bytes sent": sent,
+        "gather, bytes sent": gathered,
         "bytes ratio": f"1/{gathered / sent:.0f}",
         **{f"{name} (ms)": time * 1e3 for name, time in middle.items()},
         "exchange / gather": exchange,

@@ -7,7 +7,9 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Self
 
 MANIFEST_FILE = "manifest.json"
 Digest = tuple[int, str]
@@ -19,6 +21,47 @@ def digest(path: Path) -> Digest:
     with path.open("rb") as file:
         checksum = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), checksum
+
+
+class Follower:
+    """Hashes a growing file, and has it flushed to disk, behind its writer: work for another core."""
+
+    STEP = 128 * 2**20
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._checksum = path.open("rb", buffering=0), hashlib.sha256()
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="follower")
+        self._asked, self._last = 0, self._beside.submit(int)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._beside.shutdown(cancel_futures=True)
+        self._file.close()
+
+    def reached(self, size: int) -> None:
+        """So many bytes are final."""
+        if size - self._asked >= self.STEP:
+            self._follow(size)
+
+    def digest(self, size: int) -> Digest:
+        """Of the whole file, of that many bytes."""
+        self._follow(size)
+        self._last.result()
+        return size, self._checksum.hexdigest()
+
+    def _follow(self, size: int) -> None:
+        before, begin, self._asked = self._last, self._asked, size
+        self._last = self._beside.submit(self._read, before, begin, size)
+
+    def _read(self, before: Future[int], begin: int, end: int) -> int:
+        at = before.result()  # raises what went wrong there
+        os.fdatasync(self._file.fileno())
+        while begin < end and (part := self._file.read(min(2**20, end - begin))):
+            self._checksum.update(part)
+            begin += len(part)
+        return at + begin
 
 
 def write_manifest(folder: Path, digests: Mapping[str, Digest]) -> None:

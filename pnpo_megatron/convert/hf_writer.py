@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,9 @@ def sync_tree(folder: Path) -> None:
         sync_path(path)
 
 
+_WORTH_FLUSHING = 16 * 2**20
+
+
 def write_hf_folder(
     target: Path,
     source: HfFolder,
@@ -107,7 +111,10 @@ def write_hf_folder(
         ConversionError: a tensor is missing, extra or of a wrong shape, or the target exists.
     """
     expected = hf_shapes(source.architecture)
-    with published_whole(target, overwrite=overwrite) as folder:
+    with (
+        published_whole(target, overwrite=overwrite) as folder,
+        ThreadPoolExecutor(1, thread_name_prefix="flush") as beside,
+    ):
         places: dict[str, tuple[Path, int]] = {}
         for name, tensor in tensors:
             dtype = dtype or tensor.dtype
@@ -119,6 +126,8 @@ def write_hf_folder(
                 )
             del expected[name]
             _put(*places[name], tensor.detach().to("cpu", dtype_of(name, dtype)))
+            if tensor.nbytes >= _WORTH_FLUSHING:
+                beside.submit(sync_path, places[name][0])  # an early start; `published_whole` makes sure
         if expected or dtype is None:
             raise ConversionError(
                 f"{len(expected)} tensors of the model were not produced, first {min(expected)}"

@@ -69,12 +69,20 @@ def earlier_minima(minima: Tensor, cp_group: ProcessGroup | None) -> Tensor:
 def _in_chunk_order(own: Tensor, cp_group: ProcessGroup | None) -> Tensor:
     """[2S], this rank's two chunks sequence by sequence -> [2C, S] of all ranks, in token order."""
     size = group_size(cp_group)
-    gathered = own
-    if cp_group is not None:
-        gathered = own.new_empty(size * own.numel())
-        dist.all_gather_single(gathered, own.contiguous(), group=cp_group)
-    by_rank = gathered.view(size, -1, 2)
+    by_rank = (own if cp_group is None else _from_all(own, cp_group)).view(size, -1, 2)
     return torch.cat([by_rank[:, :, 0], by_rank[:, :, 1].flip(0)])
+
+
+def _from_all(own: Tensor, group: ProcessGroup) -> Tensor:
+    """[C * n] of all ranks, from [n] of each."""
+    size = group_size(group)
+    gathered = own.new_empty(size * own.numel())
+    if dist.get_backend(group) == "gloo":
+        # Its all-gather hands parts round a ring, C - 1 waits in a row; here everybody sends to everybody.
+        dist.all_to_all_single(gathered, own.repeat(size), group=group)
+    else:
+        dist.all_gather_single(gathered, own.contiguous(), group=group)
+    return gathered
 
 
 def _own(chunks: Tensor, cp_group: ProcessGroup | None) -> Tensor:

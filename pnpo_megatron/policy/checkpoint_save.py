@@ -240,7 +240,8 @@ def _write_bucket(index: int, bucket: Any, writer: Any) -> list[Any]:
     count: queue.Queue[int] = queue.Queue()
     count.put(index)
     transforms = [writer.transforms] if hasattr(writer, "transforms") else []
-    FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, results, count, True)
+    with without_crc():
+        FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, results, count, True)
     _, outcome = results.get_nowait()
     if isinstance(outcome, Exception):
         raise outcome
@@ -335,6 +336,17 @@ def _finish_parameter_gather(chunks: Sequence[Any]) -> None:
         settings = getattr(chunk, "ddp_config", None)
         if settings is not None and settings.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
+
+
+@contextmanager
+def without_crc() -> Iterator[None]:
+    """torch.save without a CRC-32 of all data, which takes as long as writing it: a manifest has SHA-256."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,10 +114,12 @@ def hf_to_megatron(plan: Plan, *, overwrite: bool = False) -> None:
         progress_bar("writing", plan.total_bytes) as advance,
         one_process(),
     ):
-        write_weights(folder, source, plan.dtype, CONTENT, advance)
+        digests = write_weights(folder, source, plan.dtype, CONTENT, advance)
         write_description(folder, source.architecture, source)
         checkpoint_content(folder)  # can be read back
-        write_manifest(folder, {str(path.relative_to(folder)): digest(path) for path in files_of(folder)})
+        others = {str(path.relative_to(folder)): path for path in files_of(folder)}
+        digests |= {name: digest(path) for name, path in others.items() if name not in digests}
+        write_manifest(folder, digests)
 
 
 def refuse_damaged(megatron: Path) -> None:
@@ -136,11 +139,21 @@ def megatron_to_hf(plan: Plan, megatron: Path, *, overwrite: bool = False) -> No
     Raises:
         ConversionError: the checkpoint is not what was written, or not of its config.json.
     """
-    refuse_damaged(megatron)
-    weights = WeightsReader(megatron, plan.source.architecture)
-    with progress_bar("writing", plan.total_bytes) as advance, one_process():
-        tensors = weights.tensors(plan.dtype, advance)
-        write_hf_folder(plan.out, plan.source, tensors, dtype=plan.dtype, overwrite=overwrite)
+    with ThreadPoolExecutor(1) as beside, one_process():
+        check = beside.submit(refuse_damaged, megatron)
+
+        def checked(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+            yield from tensors
+            check.result()  # before anything is published
+
+        try:
+            weights = WeightsReader(megatron, plan.source.architecture)
+            with progress_bar("writing", plan.total_bytes) as advance:
+                tensors = checked(weights.tensors(plan.dtype, advance))
+                write_hf_folder(plan.out, plan.source, tensors, dtype=plan.dtype, overwrite=overwrite)
+        except Exception:
+            check.result()  # damage explains whatever went wrong
+            raise
 
 
 def load_model(megatron: Path, dtype: torch.dtype, groups: ParallelGroups) -> list[PolicyModel]:

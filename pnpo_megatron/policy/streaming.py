@@ -51,7 +51,9 @@ from pnpo_megatron.convert.family import EMBEDDING, HEAD, Row
 from pnpo_megatron.convert.hf_folder import HfFolder
 from pnpo_megatron.convert.stream import fuse, is_table, split
 from pnpo_megatron.errors import ConversionError
+from pnpo_megatron.manifest import Digest, Follower
 from pnpo_megatron.policy.checkpoint import HF_FILES, check_architecture, tensor_list
+from pnpo_megatron.policy.checkpoint_save import without_crc
 from pnpo_megatron.policy.model import build_model
 from pnpo_megatron.policy.process_groups import ParallelSettings
 
@@ -114,15 +116,21 @@ class _OnDemand(dcp.DefaultSavePlanner):
 class _Writer(dcp.FileSystemWriter):
     """One file. Torch's own `write_data` keeps the last tensor of every key."""
 
+    digests: dict[str, Digest]
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Ask for each item, write it and forget it."""
         name, results = f"{plan.storage_data.prefix}0.distcp", []
-        with (Path(self.path) / name).open("wb") as file:
+        path = Path(self.path) / name
+        with path.open("wb") as file, Follower(path) as follower:
             for item in plan.items:
                 start = file.tell()
                 _write(planner.resolve_data(item), file)
+                file.flush()
+                follower.reached(file.tell())
                 size = file.tell() - start
                 results.append(WriteResult(item.index, size, _StorageInfo(name, start, size)))
+            self.digests = {name: follower.digest(file.tell())}
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -136,7 +144,8 @@ def _write(data: Tensor | io.BytesIO, file: IO[bytes]) -> None:
     if isinstance(data, io.BytesIO):
         file.write(data.getbuffer())
     else:  # a view would be saved with all that lies behind it
-        torch.save(data if data.untyped_storage().size() == data.nbytes else data.clone(), file)
+        with without_crc():
+            torch.save(data if data.untyped_storage().size() == data.nbytes else data.clone(), file)
 
 
 class _Streamed(SaveShardedStrategy):
@@ -147,6 +156,7 @@ class _Streamed(SaveShardedStrategy):
     def __init__(self, fetch: Callable[[MetadataIndex], Tensor]) -> None:
         super().__init__("torch_dist", 1)
         self.fetch = fetch
+        self.digests: dict[str, Digest] = {}
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
         """Write the shards and their index; what is not a tensor is a small object."""
@@ -167,6 +177,7 @@ class _Streamed(SaveShardedStrategy):
             dcp.save({}, storage_writer=writer, planner=_OnDemand(items, resolve))
         except CheckpointException as error:  # wraps what happened on each rank; there is one
             raise error.failures[0][0] from None
+        self.digests = writer.digests
 
 
 def _write_item(piece: ShardedTensor) -> WriteItem:
@@ -176,7 +187,7 @@ def _write_item(piece: ShardedTensor) -> WriteItem:
 
 def write_weights(
     folder: Path, source: HfFolder, dtype: torch.dtype, content: dict[str, Any], advance: Advance
-) -> None:
+) -> dict[str, Digest]:
     """Write the weights of an HF folder as a checkpoint of any layout. Memory: one Megatron parameter.
 
     Args:
@@ -185,6 +196,9 @@ def write_weights(
         dtype: of the model's parameters.
         content: what the checkpoint says of itself.
         advance: called with the bytes of each piece written.
+
+    Returns:
+        The digests of the files with weights.
     """
     state = blueprint(source.architecture, dtype)
     rows = {row.megatron: row for row in all_rows(source.architecture)}
@@ -200,7 +214,9 @@ def write_weights(
         return latest[1][index]
 
     register_default_common_strategies()  # a learner in this process has put its own in their place
-    dist_checkpointing.save(dict(state), str(folder), _Streamed(fetch), content_metadata=content)
+    strategy = _Streamed(fetch)
+    dist_checkpointing.save(dict(state), str(folder), strategy, content_metadata=content)
+    return strategy.digests
 
 
 def _filled(

@@ -104,6 +104,7 @@ def load_model(model: nn.Module, model_config: Any, tensors: Iterable[tuple[str,
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     parameters = {name for name, _ in model.named_parameters()}
+    prepack_experts_again(model)
     initialize_layerwise_reload(model)
     loaded = model.load_weights(tensors)  # type: ignore[operator]
     finalize_layerwise_reload(model, model_config)
@@ -112,6 +113,17 @@ def load_model(model: nn.Module, model_config: Any, tensors: Iterable[tuple[str,
         raise RolloutError(
             f"weight sync: the engine's parameters {sorted(missing)[:3]} were set by no tensor"
         )
+
+
+def prepack_experts_again(model: nn.Module) -> None:
+    """Forget the CPU kernels of experts: vLLM 0.32 packs their weights only when it makes a kernel.
+
+    Reloaded weights would stay unpacked: refused where packing pads them, wrong in silence where it does not.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(getattr(method, "unquantized_backend", None), "name", "") == "CPU":
+            method.moe_kernel = None  # type: ignore[union-attr]
 
 
 def repack_tied_lm_head(model: nn.Module) -> set[str]:

@@ -206,17 +206,18 @@ def test_h20_the_reference_vector() -> None:
 
 
 def bytes_sent() -> list[int]:
-    """Bytes that this rank puts into each all-gather, without the prefix minimum and with it."""
+    """Bytes that this rank sends to each other one, without the prefix minimum and with it."""
     sizes: list[int] = []
-    gather = dist.all_gather_single
+    exchange = dist.all_to_all_single
 
-    def counting(output: Tensor, own: Tensor, **kwargs: Any) -> None:
-        sizes.append(own.numel() * own.element_size())
-        gather(output, own, **kwargs)
+    def counting(output: Tensor, parts: Tensor, **kwargs: Any) -> None:
+        sizes.append(parts.numel() * parts.element_size() // dist.get_world_size())
+        exchange(output, parts, **kwargs)
 
     arrays, chunks, _ = pack([response(4, 300), response(4, 20)], dist.get_world_size(), dist.get_rank())
     with (
-        mock.patch.object(dist, "all_gather_single", counting),
+        mock.patch.object(dist, "all_to_all_single", counting),
+        mock.patch.object(dist, "all_gather_single", side_effect=AssertionError),
         mock.patch.object(dist, "all_reduce", side_effect=AssertionError),
     ):
         stats = ratio_stats(*arrays, chunks, dist.group.WORLD)

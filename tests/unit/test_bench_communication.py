@@ -37,12 +37,12 @@ def count_on_one_rank():
 def test_bytes_of_the_objective_are_at_most_a_400th_of_gathering_log_probs(spawn):
     first, second = spawn(count_on_one_rank, RANKS)
     assert first == second
-    assert first["by hand"] == (3 * 8 + 5 * 4, ["allreduce_", "allgather_"])
+    assert first["by hand"] == (3 * 8 + 5 * 4, ["allreduce_", "allgather_"])  # of two ranks
     gathered, _ = first["gather"]
-    assert gathered == 4 * RESPONSES * LENGTH // RANKS
+    assert gathered == 4 * RESPONSES * LENGTH // RANKS  # its half, to the other rank
     sent, calls = first["objective"]
     assert (sent, len(calls)) == (2 * RESPONSES * 8, 1)
-    # The bytes sent do not depend on C, the gathered ones fall with it.
+    # Both go to C - 1 others; what is sent to each does not depend on C, what is gathered falls with it.
     assert all(400 * sent <= gathered * RANKS // ranks for ranks in (2, 4, 8))
 
 
