@@ -76,6 +76,8 @@ class ServerFleet:
         self._servers: list[Server] = []
         self._replies: SimpleQueue[Reply | RolloutError | ConfigError] = SimpleQueue()
         self._calls: dict[int, Future[None]] = {}
+        self._wanted: set[int] = set()
+        """Calls that nobody has dropped."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._talk, name="rollout-servers", daemon=True)
         self._thread.start()
@@ -89,6 +91,7 @@ class ServerFleet:
             case LoadWeights():
                 self._begin(command.call, self._load(command))
             case Abort():
+                self._wanted.discard(command.call)
                 if call := self._calls.pop(command.call, None):
                     call.cancel()
                 with contextlib.suppress(Empty):  # its error, if it had one, is nobody's any more
@@ -124,19 +127,19 @@ class ServerFleet:
         self._loop.close()
 
     def _begin(self, call: int, work: Coroutine[None, None, Reply]) -> None:
+        self._wanted.add(call)  # before it can end
+        self._calls = {old: future for old, future in self._calls.items() if not future.done()}
         self._calls[call] = asyncio.run_coroutine_threadsafe(self._answer(call, work), self._loop)
 
     async def _answer(self, call: int, work: Coroutine[None, None, Reply]) -> None:
         try:
             self._replies.put(await work)
         except (RolloutError, ConfigError) as error:
-            if call in self._calls:
+            if call in self._wanted:
                 self._replies.put(error)
         except Exception as error:  # the boundary of the thread: the sampler raises it as its own
             LOG.exception("call %d to the rollout servers", call)
             self._replies.put(WorkerError(call, type(error).__name__, str(error), fatal=False))
-        finally:
-            self._calls.pop(call, None)
 
     async def _end(self) -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}

@@ -355,7 +355,7 @@ def test_the_error_of_a_call_that_was_dropped_does_not_reach_the_next_one() -> N
         fleet.fleet._servers[0].gone.get_loop().call_soon_threadsafe(
             fleet.fleet._give_up, fleet.fleet._servers[0], "told so"
         )
-        server.wait(lambda: not fleet.fleet._calls)
+        server.wait(lambda: all(call.done() for call in fleet.fleet._calls.values()))
         fleet.fleet.send(Abort(1))
         server.gate.set()
         assert isinstance(fleet.load(3), WeightsLoaded)  # it is back
