@@ -57,6 +57,7 @@ class RawEngine:
         from vllm import LLM
 
         settings = EngineSettings(
+            sleep_mode=False,
             model_folder=str(folder),
             dtype="float32",
             max_model_len=CONTEXT,
