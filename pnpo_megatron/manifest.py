@@ -31,7 +31,7 @@ class Follower:
     def __init__(self, path: Path) -> None:
         self._file, self._checksum = path.open("rb", buffering=0), hashlib.sha256()
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="follower")
-        self._asked, self._last = 0, self._beside.submit(int)
+        self._asked, self._reads = 0, list[Future[None]]()
 
     def __enter__(self) -> Self:
         return self
@@ -48,20 +48,19 @@ class Follower:
     def digest(self, size: int) -> Digest:
         """Of the whole file, of that many bytes."""
         self._follow(size)
-        self._last.result()
+        for read in self._reads:
+            read.result()  # raises what went wrong there
         return size, self._checksum.hexdigest()
 
     def _follow(self, size: int) -> None:
-        before, begin, self._asked = self._last, self._asked, size
-        self._last = self._beside.submit(self._read, before, begin, size)
+        self._reads.append(self._beside.submit(self._read, size - self._asked))
+        self._asked = size
 
-    def _read(self, before: Future[int], begin: int, end: int) -> int:
-        at = before.result()  # raises what went wrong there
+    def _read(self, count: int) -> None:
         os.fdatasync(self._file.fileno())
-        while begin < end and (part := self._file.read(min(2**20, end - begin))):
+        while part := self._file.read(min(2**20, count)):
             self._checksum.update(part)
-            begin += len(part)
-        return at + begin
+            count -= len(part)
 
 
 def write_manifest(folder: Path, digests: Mapping[str, Digest]) -> None:

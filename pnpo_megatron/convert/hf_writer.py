@@ -116,6 +116,7 @@ def write_hf_folder(
         ThreadPoolExecutor(1, thread_name_prefix="flush") as beside,
     ):
         places: dict[str, tuple[Path, int]] = {}
+        flushes = []
         for name, tensor in tensors:
             dtype = dtype or tensor.dtype
             places = places or _lay_out(folder, expected, dtype, max_shard_bytes)
@@ -127,12 +128,14 @@ def write_hf_folder(
             del expected[name]
             _put(*places[name], tensor.detach().to("cpu", dtype_of(name, dtype)))
             if tensor.nbytes >= _WORTH_FLUSHING:
-                beside.submit(sync_path, places[name][0])  # an early start; `published_whole` makes sure
+                flushes.append(beside.submit(sync_path, places[name][0]))
         if expected or dtype is None:
             raise ConversionError(
                 f"{len(expected)} tensors of the model were not produced, first {min(expected)}"
             )
         copy_other_files(source, folder, dtype)
+        for flush in flushes:
+            flush.result()  # the kernel tells an error of the disk once: to the first who flushes
 
 
 def copy_other_files(source: HfFolder, folder: Path, dtype: torch.dtype) -> None:
