@@ -48,7 +48,7 @@ LAYERS: dict[str, Layer] = {
     "rollout.server_fleet": Layer((*SHARDED, "rollout"), ("httpx",)),
     "rollout.vllm_transfer": Layer((*SHARDED, "rollout"), ("vllm",)),
     "rollout.vllm_worker": Layer((*SHARDED, "rollout"), ("vllm", "safetensors", "transformers", "numpy")),
-    "config": Layer(PURE, ("pydantic", "pydantic_core", "pydantic_settings", "tomli_w"), distributed=False),
+    "config": Layer((*PURE, "config"), ("pydantic", "pydantic_core", "pydantic_settings", "tomli_w"), distributed=False),
     "analysis": Layer((*PURE, "analysis"), ("rich", "safetensors"), distributed=False),
     "analysis.plots": Layer((*PURE, "analysis"), ("matplotlib",), distributed=False),
     "planning": Layer((*SHARDED, "planning", "config"), ("rich",), distributed=False),

@@ -37,7 +37,7 @@ def messages() -> dict[str, str]:
     """Every message of an error that a person may meet, and where it is raised."""
     found = {}
     for path in SOURCES:
-        in_config = path.name == "config.py"
+        in_config = path.parent.name == "config"
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call) or not node.args:
                 continue
