@@ -81,6 +81,18 @@ class Live:
     """With rollout.colocated, on rank 0, whose GPU the engine shares."""
     memory: LearnerMemory | None = None
 
+    @property
+    def engine(self) -> EngineSampler:
+        """The sampler."""
+        assert self.sampler is not None, "only rank 0 samples, and not in a replay"
+        return self.sampler
+
+    @property
+    def graders(self) -> RewardPool:
+        """The rewards."""
+        assert self.rewards is not None, "only rank 0 grades, and not in a replay"
+        return self.rewards
+
 
 def read_inputs(config: Config) -> Inputs:
     """Read and check model folder, prompts and benchmarks.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import pnpo_megatron.run
+from pnpo_megatron.run import batches
 
 
 def arm() -> None:
     """In this process; the file is ``RUN/sampled``, one step a line."""
-    inner = pnpo_megatron.run.Run._collect
-    sample = pnpo_megatron.run.collect
+    inner = batches.Batches.take
+    sample = batches.collect
 
     def noted(self: Any, step: int) -> Any:
         def counted(*args: Any) -> Any:
@@ -18,7 +18,7 @@ def arm() -> None:
                 file.write(f"{step}\n")
             return sample(*args)
 
-        pnpo_megatron.run.collect = counted
+        batches.collect = counted
         return inner(self, step)
 
-    pnpo_megatron.run.Run._collect = noted
+    batches.Batches.take = noted

@@ -24,13 +24,13 @@ PLACES = {
     "writing a checkpoint": f"{SAVE}:_write_bucket",
     "publishing a checkpoint": f"{SAVE}:write_manifest",
     "naming it the newest": "pnpo_megatron.checkpoints:publish",
-    "exporting": "pnpo_megatron.run:Run._export",
+    "exporting": "pnpo_megatron.run.training:export_step",
     "scoring old log-probs": "pnpo_megatron.policy.learner:MegatronLearner.log_probs",
 }
 ENGINE_PLACES = {
-    "generating": "pnpo_megatron.run:collect",
+    "generating": "pnpo_megatron.run.batches:collect",
     "syncing": "pnpo_megatron.rollout.vllm_sampler:VllmSampler._send_weights",
-    "evaluating": "pnpo_megatron.run:Run._evaluate",
+    "evaluating": "pnpo_megatron.run.training:evaluate_step",
 }
 ON_RANK_ZERO = ("publishing", "naming", "exporting", *ENGINE_PLACES)
 SAVING = ("--checkpoint.within_batch=1", "--checkpoint.every=1", "--checkpoint.keep=2")

@@ -1,0 +1,5 @@
+"""One training run: what the loop's parts do on this rank, and what is due after a step."""
+
+from pnpo_megatron.run.training import Run, run_training, write_exit_code
+
+__all__ = ["Run", "run_training", "write_exit_code"]
