@@ -107,16 +107,7 @@ class Checkpoints:
         self._restore_prompts(state, start.allow_change)
         self._store.needed_from = state.step + 1
         batch = RolloutStore(checkpoint).read(state.step + 1, frozen=True) if state.inside else None
-        position = Position(
-            step=state.step,
-            update=state.update,
-            made=state.made,
-            lag=state.lag,
-            behind=state.behind,
-            not_finite=state.not_finite,
-            batch=batch,
-        )
-        return position, state
+        return Position(**state.counts(), batch=batch), state
 
     def save(
         self,
@@ -134,16 +125,10 @@ class Checkpoints:
         """
         self.finish()
         self._store.flush()
-        inside = at.batch is not None
         state = RunState(
-            step=at.step,
-            update=at.update,
-            inside=inside,
-            made=at.made if inside else 0,
-            lag=at.lag if inside or ahead else 0,
-            behind=at.behind if inside else 0,
+            **at.counts(),
+            inside=at.batch is not None,
             ahead=ahead,
-            not_finite=at.not_finite,
             prompts=self._live.prompts.position,
             metrics_bytes=flush_metrics(),
             score=score,

@@ -12,7 +12,7 @@ from pnpo_megatron.algorithm.correction import Correction
 from pnpo_megatron.algorithm.objective import Objective
 from pnpo_megatron.data.batching import corrected, mini_batches
 from pnpo_megatron.errors import TrainingFaultError
-from pnpo_megatron.types import Learner, MiniBatch, RolloutBatch
+from pnpo_megatron.types import Counts, Learner, MiniBatch, RolloutBatch
 
 Metrics = dict[str, float]
 
@@ -38,21 +38,9 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Position:
-    """Where a run stands between two updates: all that the loop needs to go on from there."""
+class Position(Counts):
+    """All that the loop needs to go on."""
 
-    step: int = 0
-    """Finished rollout batches."""
-    update: int = 0
-    """Updates made, taken or skipped."""
-    made: int = 0
-    """Those of them on `batch`."""
-    lag: int = 0
-    """Those of `made` that were taken."""
-    behind: int = 0
-    """Updates taken on the batch before, if this one was sampled ahead of them."""
-    not_finite: int = 0
-    """Updates in a row, up to the last, whose loss or gradient was not finite."""
     batch: RolloutBatch | None = None
     """The frozen batch of step + 1, if it is in work."""
 

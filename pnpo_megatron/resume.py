@@ -14,30 +14,19 @@ from typing import Any
 from pnpo_megatron.durable import write_text_whole
 from pnpo_megatron.errors import ConfigError
 from pnpo_megatron.manifest import MANIFEST_FILE
+from pnpo_megatron.types import Counts
 
 STATE_FILE = "run_state.json"
 
 
 @dataclass(frozen=True)
-class RunState:
-    """Position of a run between two updates."""
+class RunState(Counts):
+    """What a checkpoint says of the run beside weights, optimizer and random states."""
 
-    step: int = 0
-    """Finished rollout batches."""
-    update: int = 0
-    """Rows written, taken or skipped: steps x K x M at the end."""
     inside: bool = False
     """The batch of `step` + 1 is in work; it lies in the checkpoint, frozen."""
-    made: int = 0
-    """Updates made on that batch."""
-    lag: int = 0
-    """Those of them that were taken."""
-    behind: int = 0
-    """Updates taken on the batch before, if that batch was sampled ahead of them."""
     ahead: str = ""
     """Names the next batch, if it was sampled already with older weights (rollout.max_lag)."""
-    not_finite: int = 0
-    """Updates in a row, the last included, whose loss or gradient was not finite."""
     prompts: dict[str, Any] = field(default_factory=dict)
     """Position in the prompt order."""
     metrics_bytes: int = 0
@@ -177,6 +166,7 @@ HARMLESS = (
     "rollout.max_num_seqs", "rollout.enforce_eager", "rollout.threads", "rollout.max_mismatch",
     "rollout.sync_check", "rollout.start_timeout_s", "rollout.generate_timeout_s", "rollout.sync_timeout_s",
     "rollout.restarts", "rollout.engine", "rollout.servers", "rollout.colocated",
+    "rollout.weight_transfer",
 )  # fmt: skip
 """Settings that do not touch the numbers. Model and prompts are compared by content, not by path."""
 ROUNDING = (

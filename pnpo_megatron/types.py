@@ -8,8 +8,8 @@ so labels and masks are shifted once, on the whole sequence, before anything is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -140,6 +140,28 @@ class RolloutBatch:
             for sequence, logprobs in zip(self.sequences, old_logprobs, strict=True)
         )
         return replace(self, sequences=sequences)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Where a run stands between two updates, in numbers."""
+
+    step: int = 0
+    """Finished rollout batches."""
+    update: int = 0
+    """Updates made, taken or skipped: steps x K x M at the end."""
+    made: int = 0
+    """Those of them on the batch in work, or on the last one."""
+    lag: int = 0
+    """Those of `made` that were taken."""
+    behind: int = 0
+    """Updates taken on the batch before, if this one was sampled ahead of them."""
+    not_finite: int = 0
+    """Updates in a row, up to the last, whose loss or gradient was not finite."""
+
+    def counts(self) -> dict[str, Any]:
+        """These numbers alone, of what has more."""
+        return {field.name: getattr(self, field.name) for field in fields(Counts)}
 
 
 @dataclass(frozen=True)

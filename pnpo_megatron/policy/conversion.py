@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from pnpo_megatron.convert.dry_run import check_space, describe, model_bytes
@@ -23,7 +22,7 @@ from pnpo_megatron.manifest import MANIFEST_FILE, damage, digest, write_manifest
 from pnpo_megatron.parallel.groups import ParallelGroups
 from pnpo_megatron.policy.checkpoint import HF_FILES, checkpoint_content, load_checkpoint
 from pnpo_megatron.policy.checkpoint_save import files_of, write_description
-from pnpo_megatron.policy.model import PolicyModel, build_model
+from pnpo_megatron.policy.model import PolicyModel, build_model, packed_seq_params
 from pnpo_megatron.policy.process_groups import (
     ParallelSettings,
     initialize_parallel,
@@ -166,15 +165,7 @@ def load_model(megatron: Path, dtype: torch.dtype, groups: ParallelGroups) -> li
 def sequence_hidden(model: PolicyModel, ids: Tensor) -> Tensor:
     """[n, hidden] what the output layer sees of one sequence [n], n even: for comparisons."""
     lengths = torch.tensor([0, len(ids)], dtype=torch.int32, device=ids.device)
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=lengths,
-        cu_seqlens_kv=lengths,
-        cu_seqlens_q_padded=lengths,
-        cu_seqlens_kv_padded=lengths,
-        max_seqlen_q=len(ids),
-        max_seqlen_kv=len(ids),
-    )
+    packed = packed_seq_params(lengths, len(ids))
     positions = torch.arange(len(ids), device=ids.device)
     with torch.no_grad():
         hidden: Tensor = model(ids[None], positions[None], attention_mask=None, packed_seq_params=packed)[0]

@@ -94,9 +94,9 @@ def run_schedule(
     work: Work,
     groups: ParallelGroups,
     last_stage: Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Any]],
+    routing: Routing,
     *,
     forward_only: bool,
-    routing: Routing | None = None,
 ) -> list[Any]:
     """All micro-batches through Megatron's schedule for this layout: none, 1F1B or interleaved.
 
@@ -105,8 +105,8 @@ def run_schedule(
         work: micro-batches, as many on every rank.
         groups: the process groups.
         last_stage: micro-batch and hidden states -> (loss, token count, anything), on the last stage only.
-        forward_only: no backward pass and no autograd graph.
         routing: the routers of a mixture of experts, which learn which micro-batch is on its way.
+        forward_only: no backward pass and no autograd graph.
 
     Returns:
         What `last_stage` gave as its third value, one a micro-batch; nothing on the other stages.
@@ -115,11 +115,9 @@ def run_schedule(
     def step(batches: Iterator[MicroBatch], chunk: Any, *_: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         micro_batch = next(batches)
         index = next(at for at, one in enumerate(chunks) if one is chunk)
-        if routing is not None:
-            routing.before(index, micro_batch.packed, work.flat)
+        routing.before(index, micro_batch.packed, work.flat)
         hidden = hidden_states(chunk, micro_batch.packed)
-        if routing is not None:
-            routing.after(index, micro_batch.packed)
+        routing.after(index, micro_batch.packed)
         return hidden, partial(last_stage, micro_batch)
 
     schedule = get_forward_backward_func(

@@ -101,16 +101,14 @@ class MegatronLearner:
         self.device: torch.device = next(self.chunks[0].parameters()).device
         self.token_dump: TokenDump | None = None
         """Set it to see every token of the updates that follow."""
-        self.routing: Routing | None = None
-        if arch.experts is not None:
-            self.routing = Routing(
-                self.chunks,
-                groups,
-                layers=arch.layers,
-                experts=arch.experts.count,
-                split=self.config.sequence_parallel,
-                replay=self.config.moe_enable_routing_replay,
-            )
+        self.routing = Routing(
+            self.chunks,
+            groups,
+            layers=arch.layers,
+            experts=arch.experts,
+            split=self.config.sequence_parallel,
+            replay=self.config.moe_enable_routing_replay,
+        )
         for chunk in self.chunks:
             chunk.train()
 
@@ -138,13 +136,9 @@ class MegatronLearner:
             logprobs, _ = self._score(hidden, micro_batch)
             return logprobs.new_zeros(()), torch.zeros((), dtype=torch.int), (micro_batch, logprobs)
 
-        if self.routing is not None:
-            self.routing.record()
-        results = run_schedule(
-            self.chunks, work, self.groups, last_stage, forward_only=True, routing=self.routing
-        )
-        if self.routing is not None:
-            self.routing.keep(mini_batch, work.flat)
+        self.routing.record()
+        results = run_schedule(self.chunks, work, self.groups, last_stage, self.routing, forward_only=True)
+        self.routing.keep(mini_batch, work.flat)
         return self._whole(work, results)
 
     def update(self, mini_batch: MiniBatch, objective: Objective, *, step: int) -> dict[str, float]:
@@ -171,7 +165,7 @@ class MegatronLearner:
         return {
             **summarise(total),
             **spread,
-            **(self.routing.metrics() if self.routing is not None else {}),
+            **self.routing.metrics(),
             "grad_norm": norm,
             "lr": rate,
             "update/skipped": float(reason != 0),
@@ -251,13 +245,11 @@ class MegatronLearner:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        if self.routing is not None:
-            self.routing.use(mini_batch)
+        self.routing.use(mini_batch)
         results = run_schedule(
-            self.chunks, work, self.groups, last_stage, forward_only=forward_only, routing=self.routing
+            self.chunks, work, self.groups, last_stage, self.routing, forward_only=forward_only
         )
-        if self.routing is not None:
-            self.routing.release()
+        self.routing.release()
         if self.token_dump is not None:
             self.token_dump(mini_batch, self._dumped(work, tokens))
         spread = self._weight_quantiles([log_weights for _, log_weights in results])

@@ -68,31 +68,15 @@ def transformer_config(
     check_layout(arch, parallel)
     if dtype not in (torch.float32, torch.bfloat16):
         raise ConfigError(f"model.dtype = {dtype}: use float32 or bfloat16")
-    interleaved = parallel.virtual_pipeline > 1
-    layout = stage_layout(arch.layers, parallel.pipeline, parallel.virtual_pipeline)
     fields: dict[str, Any] = {
         **_shape_fields(arch),
+        **_layout_fields(arch, parallel),
         **_recompute_fields(recompute),
         **(_expert_fields(arch.experts) if arch.experts else {}),
         **(latent_fields(arch) if arch.latent else {}),
         "params_dtype": dtype,
-        "bf16": dtype == torch.bfloat16,
-        "tensor_model_parallel_size": parallel.tensor,
-        "pipeline_model_parallel_size": parallel.pipeline,
-        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if interleaved else None,
-        "pipeline_model_parallel_layout": layout,
-        "context_parallel_size": parallel.context,
-        "expert_model_parallel_size": parallel.expert,
-        "expert_tensor_parallel_size": 1,
-        "sequence_parallel": parallel.sequence,
         "pipeline_dtype": dtype,
-        # Packs differ in length, so stages tell each other the shape first.
-        "variable_seq_lengths": parallel.pipeline > 1,
-        # Checked for dense models too: the default dispatcher needs a fixed length.
-        "moe_token_dispatcher_type": "alltoall",
-        # Without overlap, Megatron silently mixes up the four messages of PP 2 with virtual stages.
-        "overlap_p2p_comm": interleaved,
-        "batch_p2p_comm": not interleaved,
+        "bf16": dtype == torch.bfloat16,
         "calculate_per_token_loss": True,
         # Every parameter is overwritten by the HF weights, and the loader checks that none is left out.
         # Switching `perform_initialization` off instead would also leave out the marks by which the gradient
@@ -148,6 +132,29 @@ def experts_overrides(arch: Architecture, *, aux_loss: float, replay: bool) -> d
         raise ConfigError(f"model.{key}: {arch.family} has no experts; leave it out")
     balancing = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": aux_loss}
     return {**(balancing if aux_loss else {}), **({"moe_enable_routing_replay": True} if replay else {})}
+
+
+def _layout_fields(arch: Architecture, parallel: ParallelSettings) -> dict[str, Any]:
+    interleaved = parallel.virtual_pipeline > 1
+    return {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if interleaved else None,
+        "pipeline_model_parallel_layout": stage_layout(
+            arch.layers, parallel.pipeline, parallel.virtual_pipeline
+        ),
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": 1,
+        "sequence_parallel": parallel.sequence,
+        # Packs differ in length, so stages tell each other the shape first.
+        "variable_seq_lengths": parallel.pipeline > 1,
+        # Checked for dense models too: the default dispatcher needs a fixed length.
+        "moe_token_dispatcher_type": "alltoall",
+        # Without overlap, Megatron silently mixes up the four messages of PP 2 with virtual stages.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+    }
 
 
 def _recompute_fields(recompute: str) -> dict[str, Any]:
@@ -277,22 +284,16 @@ def hidden_states(model: torch.nn.Module, packed: PackedBatch) -> Tensor:
         input_ids=packed.tokens.unsqueeze(0),
         position_ids=packed.position_ids.unsqueeze(0),
         attention_mask=None,
-        packed_seq_params=packed_seq_params(packed),
+        packed_seq_params=packed_seq_params(packed.cu_seqlens, packed.max_seqlen),
     )
 
 
-def packed_seq_params(packed: PackedBatch) -> PackedSeqParams:
-    """Megatron's description of a pack: the padded lengths in all four fields, since padding lies at each
-    sequence's end, where attention is causal and the loss is 0."""
-    lengths = packed.cu_seqlens
+def packed_seq_params(lengths: Tensor, longest: int) -> PackedSeqParams:
+    """Megatron's description of a pack, from its cumulative padded lengths [S+1] and the longest: the same in
+    all four fields, since padding lies at each sequence's end, where attention is causal and the loss 0."""
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=lengths,
-        cu_seqlens_kv=lengths,
-        cu_seqlens_q_padded=lengths,
-        cu_seqlens_kv_padded=lengths,
-        max_seqlen_q=packed.max_seqlen,
-        max_seqlen_kv=packed.max_seqlen,
+        qkv_format="thd", max_seqlen_q=longest, max_seqlen_kv=longest, **dict.fromkeys(names, lengths)
     )
 
 

@@ -175,17 +175,16 @@ def gradient_norm(optimizer: MegatronOptimizer) -> float:
     """Global norm of the summed gradient, over all shards; not finite if anything in it, or squared, is not.
 
     In float64: Megatron's float32 norm of 28 million numbers is off by a thousandth on CPUs, and another
-    split would clip by another number. Collective. Copies the gradients to where `apply_gradient` reads them.
+    split would clip by another number. Collective over all ranks, whatever optimizers a rank has: a pipeline
+    stage without experts has fewer. Copies the gradients to where `apply_gradient` reads them.
     """
     optimizer.prepare_grads()
-    totals: dict[Any, Tensor] = {}
-    for part in optimizer.chained_optimizers:  # a pipeline stage without experts has fewer: one sum a group
-        group = part.get_grad_stats_parallel_group()
-        total = _sum_of_squares(part.get_main_grads_for_grad_norm())
-        totals[group] = totals[group] + total if group in totals else total
-    for group, total in totals.items():
-        dist.all_reduce(total, group=group)
-    squares = sum(map(float, totals.values()))
+    total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
+    for part in optimizer.chained_optimizers:
+        copies = dist.get_world_size() / dist.get_world_size(part.get_grad_stats_parallel_group())
+        total += _sum_of_squares(part.get_main_grads_for_grad_norm()) / copies
+    dist.all_reduce(total)
+    squares = float(total)
     return math.inf if squares > torch.finfo(torch.float32).max else math.sqrt(squares)  # Adam squares it too
 
 

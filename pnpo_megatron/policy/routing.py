@@ -17,6 +17,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
 
+from pnpo_megatron.convert.architecture import Experts
 from pnpo_megatron.data.packing import FlatTokens
 from pnpo_megatron.errors import TrainingFaultError
 from pnpo_megatron.parallel.groups import ParallelGroups
@@ -32,7 +33,8 @@ class Routing:
     groups: ParallelGroups
     layers: int
     """Of the whole model."""
-    experts: int
+    experts: Experts | None
+    """None for a dense model, where there is nothing to do."""
     split: bool
     """Tensor-parallel ranks route different tokens (sequence parallelism)."""
     replay: bool
@@ -50,7 +52,7 @@ class Routing:
             [one for one in chunk.modules() if isinstance(one, TopKRouter)] for chunk in self.chunks
         ]
         device = next(self.chunks[0].parameters()).device
-        self.load = torch.zeros(self.layers, self.experts, device=device)
+        self.load = torch.zeros(self.layers, self.experts.count if self.experts else 0, device=device)
         for router in (one for chunk in self.routers for one in chunk):
             router.register_forward_hook(self._count)
 
@@ -61,11 +63,11 @@ class Routing:
 
     def keep(self, mini_batch: MiniBatch, flat: FlatTokens) -> None:
         """Join what the ranks recorded. One all-reduce of tokens x layers x k int32 over each group."""
-        if not self.replay:
+        if not self.replay or self.experts is None:
             return
         self._act(None)
-        k = self._recorded[0][2].shape[1]
-        routes = torch.zeros(len(flat.ids), self.layers, k, dtype=torch.int32, device=self.load.device)
+        shape = (len(flat.ids), self.layers, self.experts.per_token)
+        routes = torch.zeros(shape, dtype=torch.int32, device=self.load.device)
         for packed, layer, chosen in self._recorded:
             place, real = self._places(packed, flat)
             routes[place[real], layer] = chosen[real].to(routes.dtype)
@@ -110,7 +112,7 @@ class Routing:
         for router in self.routers[chunk]:
             routes = self._targets[place, router.layer_number - 1].long()
             # Padding has no route: it is dealt out evenly.
-            target = torch.where(real[:, None], routes, spread % self.experts)
+            target = torch.where(real[:, None], routes, spread % self.load.shape[1])
             router.router_replay.clear_indices()
             router.router_replay.set_target_indices(target)
 
@@ -124,6 +126,8 @@ class Routing:
     def metrics(self) -> dict[str, float]:
         """Of the last update: `moe/max_load`, the busiest expert's tokens over the mean (1 is balanced),
         averaged over layers, and `moe/idle_experts`, the share of experts that got no token."""
+        if self.experts is None:
+            return {}
         load = self.load
         for group in (self.groups.dp_cp, self.groups.tp if self.split else None, self.groups.pp):
             load = sum_over(load, group)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hf_models import make_hf_model, save_hf_model
 from learner_parts import GATES, make_learner, random_sequences, share
 
 from pnpo_megatron.algorithm.presets import make_objective
@@ -59,6 +60,31 @@ def test_h22_loss_and_gradient_norm_of_experts_are_the_formulas_under_every_spli
         for layout, metrics in found.items():
             assert abs(metrics["loss"] - reference.loss) / reference.scale < 5e-6, layout
             assert metrics["grad_norm"] == pytest.approx(norm, rel=5e-6), layout
+
+
+def run_replayed(folder: Path, layout: dict[str, Any]) -> dict[str, float]:
+    """Metrics of one update on the routes of its old log-probs, without a distributed optimizer."""
+    from pnpo_megatron.policy.process_groups import ParallelSettings
+
+    learner = make_learner(
+        folder, ParallelSettings(**layout), megatron={"moe_enable_routing_replay": True}, max_tokens=32
+    )
+    mini_batch = share(random_sequences(5, seed=1), "response")
+    old = learner.log_probs(mini_batch)
+    sequences = [
+        replace(one, old_logprobs=scored) for one, scored in zip(mini_batch.sequences, old, strict=True)
+    ]
+    metrics = learner.update(share(sequences, "response"), make_objective("pnpo", **GATES["pnpo"]), step=1)
+    return {key: metrics[key] for key in ("loss", "grad_norm", "weight/max", "moe/max_load")}
+
+
+def test_a_pipeline_stage_without_experts_takes_part_in_norm_and_routes(spawn: Any, tmp_path: Path) -> None:
+    """The first of three layers is dense, and alone on its stage: one optimizer there, two on the other."""
+    folder = save_hf_model(make_hf_model("deepseek_v3", num_hidden_layers=3), tmp_path / "hf")
+    [wanted] = spawn(run_replayed, 1, folder, {})
+    assert wanted["weight/max"] == 1.0, "routes are replayed"
+    for found in spawn(run_replayed, 4, folder, {"pipeline": 2, "expert": 2}, timeout_s=120):
+        assert found == pytest.approx(wanted, rel=5e-6)
 
 
 def test_h22_the_scale_of_auxiliary_losses_does_not_depend_on_the_split(spawn: Any, folder: Path) -> None:
