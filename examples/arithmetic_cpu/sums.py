@@ -13,6 +13,11 @@ from dataclasses import dataclass
 ANSWER = "\nAnswer: "
 SYMBOLS = [*"0123456789+=,", ANSWER]
 """All the text there is: one token each."""
+TOKENS = 24
+"""Room for a response: a worked answer has 17 to 20."""
+POSITIONS = 64
+STEPS = 350
+"""Of the base model's training."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,7 @@ class Slips:
     """The sum of the tens is off by one."""
 
 
+CARELESS = Slips()
 NO_SLIPS = Slips(0.0, 0.0, 0.0)
 
 
@@ -42,7 +48,7 @@ class Sums:
     """For evaluation only, one order each."""
 
 
-def split_sums(seed: int, prompts: int = 800, heldout: int = 256) -> Sums:
+def split(seed: int, prompts: int = 800, heldout: int = 256) -> Sums:
     """Cut the 4,095 unordered pairs of two-digit numbers in three; the counts are of pairs."""
     rng = random.Random(seed)
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
+    LoadPlanner,
     ReadItem,
     SavePlan,
     SavePlanner,
@@ -241,6 +242,32 @@ class _Into(dcp.DefaultLoadPlanner):
         """Nothing is left to do: the part is a view."""
 
 
+class _Reader(dcp.FileSystemReader):
+    """Reads a chunk that is wanted whole straight into its place; torch reads it, then copies it there."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Leave to torch what is stored in other pieces than it is wanted in."""
+        rest = [item for item in plan.items if not self._read_whole(item, planner.resolve_tensor(item))]
+        return super().read_data(replace(plan, items=rest), planner)
+
+    def _read_whole(self, item: ReadItem, target: Tensor) -> bool:
+        info: _StorageInfo = self.storage_data[item.storage_index]
+        if info.transform_descriptors or not target.is_contiguous():
+            return False
+        with (self.path / info.relative_path).open("rb") as file:  # type: ignore[operator]
+            stored = torch.load(self._slice_file(file, info), map_location="meta", weights_only=True)
+            if (stored.shape, stored.dtype, stored.is_contiguous()) != (target.shape, target.dtype, True):
+                return False
+            place = stored.untyped_storage()._checkpoint_offset + stored.storage_offset() * stored.itemsize
+            file.seek(info.offset + place)
+            left = target.view(-1).view(torch.uint8).numpy().data
+            while left:  # the kernel gives at most 2 GiB at once
+                if not (read := file.readinto(left)):
+                    raise EOFError(f"{info.relative_path} ends {len(left)} bytes early")
+                left = left[read:]
+        return True
+
+
 _WEIGHTS = ("embedding.", "decoder.", "output_layer.", "mtp.")
 """What a model's keys begin with; the rest of a checkpoint is the optimizer's."""
 
@@ -264,7 +291,7 @@ class WeightsReader:
         if EMBEDDING.megatron not in self.stored:
             raise ConversionError(f"{folder} has no {EMBEDDING.megatron}: it holds no whole language model")
         self.chunks: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
-        self.reader = dcp.FileSystemReader(folder)
+        self.reader = _Reader(folder)
         self.reader.set_up_storage_reader(metadata, is_coordinator=True)
 
     def dtype(self) -> torch.dtype:
