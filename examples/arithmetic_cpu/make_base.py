@@ -47,8 +47,9 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int, positions: int) ->
     torch.manual_seed(seed)
     return Qwen2ForCausalLM(Qwen2Config(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=positions, tie_word_embeddings=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, dtype=torch.float32,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=positions,
+        tie_word_embeddings=False, dtype=torch.float32,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
 
 
@@ -98,10 +99,8 @@ def train(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, items: li
 
 def write_problems(path: Path, items: Sequence[tuple[int, ...]], task: ModuleType) -> None:
     """JSON Lines ``{"id", "problem", "answer"}``."""
-    rows = [
-        {"id": f"{path.stem}-{'+'.join(map(str, item))}", "problem": task.prompt(*item), "answer": str(sum(item))}
-        for item in items
-    ]
+    rows = [{"id": f"{path.stem}-{'+'.join(map(str, item))}", "problem": task.prompt(*item),
+             "answer": str(sum(item))} for item in items]  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 

@@ -15,7 +15,14 @@ from pnpo_megatron.reward.math_answer import grade
 from pnpo_megatron.study import read_study
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-CONFIGS = sorted(path for path in EXAMPLES.glob("*/*.toml") if path.name != "study.toml")
+STUDIES = {  # cells, updates, updates between evaluations
+    "arithmetic_cpu/study.toml": (50, 48, 16),
+    "running_totals/study.toml": (18, 32, 16),
+    "running_totals/ablations.toml": (30, 32, 16),
+}
+CONFIGS = sorted(
+    path for path in EXAMPLES.glob("*/*.toml") if f"{path.parent.name}/{path.name}" not in STUDIES
+)
 
 
 def load(path: str):
@@ -38,6 +45,11 @@ def sums():
 
 
 @pytest.fixture(scope="module")
+def totals():
+    return load("running_totals/totals.py")
+
+
+@pytest.fixture(scope="module")
 def make_base():
     return load("arithmetic_cpu/make_base.py")
 
@@ -55,14 +67,16 @@ def test_every_example_config_is_valid(path, monkeypatch):
     assert updates > 0
 
 
-def test_the_example_study_meets_its_budget_in_every_setting(monkeypatch):
-    monkeypatch.chdir(EXAMPLES / "arithmetic_cpu")
-    cells = read_study(Path("study.toml")).cells
-    assert len(cells) == 50
+@pytest.mark.parametrize("path", STUDIES)
+def test_every_example_study_meets_its_budget_in_every_setting(path, monkeypatch):
+    monkeypatch.chdir((EXAMPLES / path).parent)
+    count, *budget = STUDIES[path]
+    cells = read_study(Path(Path(path).name)).cells
+    assert len(cells) == count
     for cell in cells:
         objective, prompts = cell.config.objective, cell.config.rollout.prompts
         per_step = objective.epochs * prompts // objective.mini_batch
-        assert (cell.config.steps * per_step, cell.config.eval.every * per_step) == (48, 16)
+        assert [cell.config.steps * per_step, cell.config.eval.every * per_step] == budget
 
 
 def test_held_out_sums_are_in_neither_training_set_in_any_order(sums):
@@ -95,6 +109,28 @@ def test_slips_leave_between_30_and_50_percent_right(sums):
     rng, pairs = random.Random(0), sums.split(seed=42).heldout
     right = [grade(sums.worked(a, b, sums.Slips(), rng), str(a + b)).correct for a, b in 4 * pairs]
     assert 0.35 < sum(right) / len(right) < 0.45
+
+
+def test_a_running_total_without_slips_is_right_and_no_prompt_is_in_two_sets(totals):
+    split, rng = totals.split(seed=42), random.Random(0)
+    sets = [set(part) for part in (split.base, split.prompts, split.heldout)]
+    assert len(set.union(*sets)) == sum(map(len, sets)) == len(split.base) + len(split.prompts) + 256
+    text = totals.worked(*range(1, 10), 1, 2, 3, 4, slips=totals.NO_SLIPS, rng=rng)
+    assert text.startswith("b2+1=3,c3+3=6,") and text.endswith(",m4+51=55\nAnswer: 55")
+    for numbers in split.heldout:
+        assert grade(totals.worked(*numbers, slips=totals.NO_SLIPS, rng=rng), str(sum(numbers))).correct
+
+
+@pytest.mark.parametrize("slip", ["total", "number"])
+def test_slips_of_either_kind_spoil_running_totals_and_leave_room_to_learn(totals, slip):
+    rng, heldout = random.Random(0), totals.split(seed=42).heldout
+
+    def right(slips) -> float:
+        texts = [(totals.worked(*numbers, slips=slips, rng=rng), str(sum(numbers))) for numbers in heldout]
+        return sum(grade(*text).correct for text in texts) / len(texts)
+
+    assert right(totals.Slips(**{"total": 0.0, "number": 0.0, slip: 0.5})) < 0.25
+    assert 0.3 < right(totals.CARELESS) < 0.6
 
 
 def test_the_tokenizer_gives_back_every_character_one_token_each(make_base, sums):
@@ -135,8 +171,15 @@ def run_folder(tmp_path):
         for epoch in (1, 2):
             for _ in range(2):
                 update += 1
-                row = {"kind": "update", "step": step, "epoch": epoch, "update": update, "time/update_s": 2.0,
-                       "gate/rejected_fraction": 0.1 * (epoch - 1), "update/skipped": 0}
+                row = {
+                    "kind": "update",
+                    "step": step,
+                    "epoch": epoch,
+                    "update": update,
+                    "time/update_s": 2.0,
+                    "gate/rejected_fraction": 0.1 * (epoch - 1),
+                    "update/skipped": 0,
+                }
                 if not any(earlier["step"] == step for earlier in rows):
                     row |= {"reward/mean": 0.25 * step, "time/generate_s": 5.0, "time/sync_s": 1.0}
                 rows.append(row)
@@ -144,8 +187,14 @@ def run_folder(tmp_path):
     (tmp_path / "eval").mkdir()
     for step, correct in ((0, [[1, 0], [0, 0], [0, 1]]), (2, [[1, 1], [0, 1], [1, 1]])):
         means = [sum(problem) / 2 for problem in correct]
-        score = {"k": 2, "problems": 3, "avg_at_k": sum(means) / 3, "stderr": 0.1, "pass_at_k": 1.0,
-                 "correct": {str(index): problem for index, problem in enumerate(correct)}}
+        score = {
+            "k": 2,
+            "problems": 3,
+            "avg_at_k": sum(means) / 3,
+            "stderr": 0.1,
+            "pass_at_k": 1.0,
+            "correct": {str(index): problem for index, problem in enumerate(correct)},
+        }
         evaluation = json.dumps({"step": step, "benchmarks": {"sums": score}})
         (tmp_path / "eval" / f"step_{step:06d}.json").write_text(evaluation)
     (tmp_path / "hf" / "step_000002").mkdir(parents=True)
