@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from pnpo_megatron.eval.benchmarks import Benchmark
 from pnpo_megatron.types import Prompt, Rollout, RolloutGroup
 
 SPOTS, SPOT_BYTES = 16, 1 << 16
+SYNC_S = 1.0
 
 
 class Progress:
@@ -34,7 +36,7 @@ class Progress:
         Raises:
             ConfigError: the file holds responses to another request.
         """
-        self.path = path
+        self.path, self._next_sync = path, 0.0
         self._lines: dict[tuple[str, str], dict[str, Any]] = {}
         head = json.loads(json.dumps(request))
         whole = _whole_lines(path)
@@ -80,7 +82,9 @@ class Progress:
         with self.path.open("ab") as file:
             file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
             file.flush()
-            os.fsync(file.fileno())
+            if time.monotonic() >= self._next_sync:  # a killed process loses nothing, a power cut a second
+                os.fsync(file.fileno())
+                self._next_sync = time.monotonic() + SYNC_S
 
 
 def _whole_lines(path: Path) -> list[bytes]:
