@@ -1,10 +1,11 @@
-"""Tokens per second of the sampler against raw ``vllm.LLM.generate``: same model, prompts, seeds, stop set.
+"""Tokens per second of the sampler, of raw ``vllm.LLM.generate`` and of transformers' ``generate``.
 
-    OMP_NUM_THREADS=1 python bench/rollout_throughput.py [--responses 256] [--rounds 3] [--model HF_FOLDER]
+    OMP_NUM_THREADS=1 python bench/rollout_throughput.py [--rounds 3] [--model HF_FOLDER --stop 30,28]
 
-Without --model a random Qwen2 is used. Rounds alternate between the two, so that other load on the machine
-hits both, and the best round of each counts. CPU seconds (of trainer and worker together) are printed beside
-wall seconds: on a busy machine only they mean something.
+All have the same model, prompts and stop set. Without --model a random Qwen2 is used. Rounds alternate
+between them, so that other load on the machine hits all, and the best round of each counts. CPU seconds (of
+trainer and worker together) are printed beside wall seconds: on a busy machine only they mean something.
+transformers gets one batch of all responses and runs until the longest ends.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ GROUP = 8
 CONTEXT = 384
 CACHE_BYTES = 256 * 2**20
 SEED = ("bench",)
-SAMPLING = Sampling(1.0, 256, stop_token_ids=tuple(range(8)))
-"""8 of 512 tokens stop: mixed lengths of about 60 tokens on average."""
+STOP = tuple(range(8))
+"""8 of the random model's 512 tokens: mixed lengths of about 60 tokens on average."""
 
 
 def random_model(folder: Path) -> Path:
@@ -52,7 +53,8 @@ def random_model(folder: Path) -> Path:
 class RawEngine:
     """``vllm.LLM`` in this process with the sampler's own engine and sampling arguments."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, sampling: Sampling) -> None:
+        self._values = sampling_values(sampling)
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1"}
         from vllm import LLM
 
@@ -76,14 +78,43 @@ class RawEngine:
         for index, prompt in enumerate(prompts):
             request = make_request(index, prompt, GROUP, SEED)
             inputs += [{"prompt_token_ids": request.ids.tolist()}] * GROUP
-            params += [sampling_params(sampling_values(SAMPLING), seed) for seed in request.seeds.tolist()]
+            params += [sampling_params(self._values, seed) for seed in request.seeds.tolist()]
         outputs = self._llm.generate(inputs, params, use_tqdm=False)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
-def run_sampler(sampler: VllmSampler, prompts: list[Prompt]) -> int:
+class Transformers:
+    """``generate`` of transformers, in this process."""
+
+    def __init__(self, folder: Path, sampling: Sampling) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+        self._sampling = sampling
+
+    def run(self, prompts: list[Prompt]) -> int:
+        """Generate for all prompts; response tokens, each up to its stop token."""
+        import torch
+
+        stop = torch.tensor(self._sampling.stop_token_ids)
+        ids = torch.tensor([prompt.token_ids for prompt in prompts for _ in range(GROUP)])
+        output = self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            max_new_tokens=self._sampling.max_tokens,
+            eos_token_id=stop.tolist(),
+            pad_token_id=int(stop[0]),
+        )
+        before = torch.isin(output[:, ids.shape[1] :], stop).cumsum(1) == 0
+        return int(before.sum() + (~before.all(1)).sum())
+
+
+def run_sampler(sampler: VllmSampler, prompts: list[Prompt], sampling: Sampling) -> int:
     """Generate for all prompts, up to finished rollouts; response tokens."""
-    groups = sampler.generate(prompts, GROUP, SAMPLING, SEED)
+    groups = sampler.generate(prompts, GROUP, sampling, SEED)
     return sum(len(rollout.response_ids) for group in groups for rollout in group.rollouts)
 
 
@@ -108,7 +139,10 @@ def main() -> None:
     parser.add_argument("--responses", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--stop", help="token ids at which a response of --model ends, with commas")
     args = parser.parse_args()
+    stop = tuple(map(int, args.stop.split(","))) if args.stop else STOP
+    sampling = Sampling(1.0, 256, stop_token_ids=stop)
     ids = [tuple(8 + (7 * i + j) % 500 for j in range(32)) for i in range(args.responses // GROUP)]
     prompts = [Prompt(f"p{i}", prompt, "") for i, prompt in enumerate(ids)]
     with tempfile.TemporaryDirectory() as folder:
@@ -122,9 +156,13 @@ def main() -> None:
             log_path=Path(folder) / "worker.log",
             initial_version=0,
         ) as sampler:
-            raw = RawEngine(model)
+            raw, other = RawEngine(model, sampling), Transformers(model, sampling)
             sampler.wait_ready()
-            runs = {"sampler": lambda: run_sampler(sampler, prompts), "raw": lambda: raw.run(prompts)}
+            runs = {
+                "sampler": lambda: run_sampler(sampler, prompts, sampling),
+                "raw vLLM": lambda: raw.run(prompts),
+                "transformers": lambda: other.run(prompts),
+            }
             report(runs, args.rounds, sampler.worker_pid)
 
 
@@ -137,11 +175,12 @@ def report(runs: dict[str, Callable[[], int]], rounds: int, worker: int) -> None
             if number:
                 speeds[name].append((tokens / wall, tokens / cpu))
                 rates = f"{tokens / wall:.0f}/s, {tokens / cpu:.0f}/CPU s"
-                print(f"round {number} {name:8} {tokens} tokens, {rates}", flush=True)
+                print(f"round {number} {name:12} {tokens} tokens, {rates}", flush=True)
     for index, unit in enumerate(("wall second", "CPU second")):
         best = {name: max(speed[index] for speed in values) for name, values in speeds.items()}
-        ratio = best["sampler"] / best["raw"]
-        print(f"best per {unit}: sampler {best['sampler']:.0f}, raw {best['raw']:.0f}, ratio {ratio:.3f}")
+        mine = best.pop("sampler")
+        beside = ", ".join(f"{name} {speed:.0f} (ratio {mine / speed:.3f})" for name, speed in best.items())
+        print(f"best per {unit}: sampler {mine:.0f}, {beside}")
 
 
 if __name__ == "__main__":
