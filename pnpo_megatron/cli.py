@@ -147,9 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--from", dest="chosen", default="", metavar="step_NNNNNN", help="go on from this checkpoint"
     )
-    train.add_argument(
-        "--allow-change", action="store_true", help="resume with settings that change the run"
-    )
+    train.add_argument("--allow-change", action="store_true", help="resume with settings that change the run")
     train.set_defaults(run=_train)
 
     score = commands.add_parser(

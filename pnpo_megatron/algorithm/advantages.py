@@ -10,15 +10,12 @@ from torch import Tensor
 AdvantageStd = Literal["population", "sample", "none"]
 
 
-def group_relative(
-    rewards: Tensor, *, std: AdvantageStd = "population", valid: Tensor | None = None
-) -> Tensor:
+def group_relative(rewards: Tensor, *, std: AdvantageStd = "population") -> Tensor:
     """(R_i - mean) / std over the G responses to one prompt, Eq. 10. There is no epsilon.
 
     Args:
         rewards: [P, G], one group a row. A reward that is not finite is a fault, not a wrong answer.
         std: the paper does not name it; "population" divides by G, "sample" by G - 1, "none" only centres.
-        valid: [P, G] bool, False on further faults.
 
     Returns:
         [P, G] float32 (float64 for float64 rewards). Faults leave their group's statistics and get 0; equal
@@ -28,9 +25,7 @@ def group_relative(
         raise ValueError(f"rewards is {list(rewards.shape)}; expected [P, G], one group a row")
     if std not in ("population", "sample", "none"):
         raise ValueError(f"std = {std!r}: expected 'population', 'sample' or 'none'")
-    if valid is not None and valid.shape != rewards.shape:
-        raise ValueError(f"valid is {list(valid.shape)}, but rewards is {list(rewards.shape)}")
-    counted = rewards.isfinite() if valid is None else rewards.isfinite() & valid
+    counted = rewards.isfinite()
     values = torch.where(counted, rewards, 0).to(torch.float64)
     count = counted.sum(-1, keepdim=True)
     centred = torch.where(counted, values - values.sum(-1, keepdim=True) / count.clamp(min=1), 0.0)

@@ -45,10 +45,9 @@ class Config(BaseSettings):
         prompts, groups = self.rollout.prompts, self.objective.mini_batch
         if prompts % groups:
             raise ValueError(
-                f"rollout.prompts = {prompts} does not split into updates of "
-                f"objective.mini_batch = {groups} groups; "
-                f"use {max(prompts - prompts % groups, groups)} prompts, "
-                f"or a mini_batch that divides {prompts}"
+                f"rollout.prompts = {prompts} does not split into updates of objective.mini_batch = {groups} "
+                f"groups; use {max(prompts - prompts % groups, groups)} prompts, or a mini_batch that "
+                f"divides {prompts}"
             )
         return self
 

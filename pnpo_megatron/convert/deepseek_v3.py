@@ -5,15 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import filterfalse
 
-from pnpo_megatron.convert.architecture import (
-    Architecture,
-    Experts,
-    HfConfig,
-    Latent,
-    Yarn,
-    positive_number,
-    read_dense,
-)
+from pnpo_megatron.convert.architecture import Architecture, Experts, Latent, Yarn
 from pnpo_megatron.convert.family import (
     ATTENTION_OUT,
     INPUT_NORM,
@@ -25,6 +17,7 @@ from pnpo_megatron.convert.family import (
     expert_rows,
     layer_row,
 )
+from pnpo_megatron.convert.hf_config import HfConfig, positive_number, read_dense
 from pnpo_megatron.convert.layouts import GATE_UP, SINGLE
 
 # What these keys may say; where they are absent it is what transformers computes.

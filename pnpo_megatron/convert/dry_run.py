@@ -22,13 +22,7 @@ def model_bytes(arch: Architecture, dtype: torch.dtype) -> int:
 
 
 def describe(arch: Architecture, dtype: torch.dtype, out: Path) -> str:
-    """The plan of a conversion, for people.
-
-    Args:
-        arch: the model.
-        dtype: of the tensors to be written.
-        out: the folder to be written.
-    """
+    """The plan of writing tensors of `dtype` to `out`, for people."""
     shapes = hf_shapes(arch)
     kinds: dict[tuple[str, tuple[int, ...]], int] = {}
     for name, shape in shapes.items():

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from pnpo_megatron.convert import deepseek_v3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
-from pnpo_megatron.convert.architecture import Architecture, HfConfig
+from pnpo_megatron.convert.architecture import Architecture
 from pnpo_megatron.convert.family import EMBEDDING, FINAL_NORM, HEAD, Family, Row, shape_of
+from pnpo_megatron.convert.hf_config import HfConfig
 from pnpo_megatron.errors import ConversionError
 
 FAMILIES = {
@@ -36,11 +37,7 @@ def family_of(config: HfConfig) -> Family:
 
 
 def read_architecture(values: Mapping[str, Any], source: str = "config.json") -> Architecture:
-    """The architecture a config.json describes.
-
-    Args:
-        values: the parsed file.
-        source: its path, for messages.
+    """The architecture that a parsed config.json describes; `source` is its path, for messages.
 
     Raises:
         ConversionError: anything that cannot be represented, named by key and value.
@@ -100,6 +97,5 @@ def check_tensor_parallel(arch: Architecture, size: int) -> None:
         works = ", ".join(str(tp) for tp in range(1, arch.kv_heads + 1) if fits(tp))
         raise ConversionError(
             f"parallel.tensor = {size} does not divide {arch.heads} query heads, {arch.kv_heads} key-value "
-            f"heads and "
-            f"MLP width {arch.ffn}; use {works}"
+            f"heads and MLP width {arch.ffn}; use {works}"
         )

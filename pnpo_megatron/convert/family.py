@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pnpo_megatron.convert.architecture import Architecture, HfConfig
+from pnpo_megatron.convert.architecture import Architecture
+from pnpo_megatron.convert.hf_config import HfConfig
 from pnpo_megatron.convert.layouts import GATE_UP, QKV, SINGLE, VOCAB, Layout
 
 
@@ -50,16 +51,7 @@ def shape_of(dims: str, arch: Architecture) -> tuple[int, ...]:
     experts, m expert MLP; with latents a query's, c the other, r that and positions, n queries, u keys
     without positions and values, o values, s shared experts."""
     experts, latent = arch.experts, arch.latent
-    sizes = {} if latent is None else {
-        "a": latent.query_rank or 0,
-        "c": latent.rank,
-        "r": latent.rank + latent.rope_dim,
-        "n": arch.heads * arch.head_dim,
-        "u": arch.heads * (latent.plain_dim + latent.value_dim),
-        "o": arch.heads * latent.value_dim,
-        "s": latent.shared_ffn,
-    }
-    sizes |= {
+    sizes = {
         "V": arch.vocab,
         "h": arch.hidden,
         "q": arch.heads * arch.head_dim,
@@ -69,6 +61,16 @@ def shape_of(dims: str, arch: Architecture) -> tuple[int, ...]:
         "e": experts.count if experts else 0,
         "m": experts.ffn if experts else 0,
     }
+    if latent is not None:
+        sizes |= {
+            "a": latent.query_rank or 0,
+            "c": latent.rank,
+            "r": latent.rank + latent.rope_dim,
+            "n": arch.heads * arch.head_dim,
+            "u": arch.heads * (latent.plain_dim + latent.value_dim),
+            "o": arch.heads * latent.value_dim,
+            "s": latent.shared_ffn,
+        }
     return tuple(sizes[letter] for letter in dims)
 
 

@@ -120,8 +120,7 @@ class HfFolder:
             tied = " (tie_word_embeddings = true allows no lm_head)" if extra == ["lm_head.weight"] else ""
             raise ConversionError(
                 f"{self.path} holds {len(extra)} tensors that its config.json has no place for, first "
-                f"{extra[0]}{tied}; "
-                "dropping them would change the model, so nothing was converted"
+                f"{extra[0]}{tied}; dropping them would change the model, so nothing was converted"
             )
 
     def dtype(self) -> torch.dtype:

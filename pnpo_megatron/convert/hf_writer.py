@@ -99,13 +99,11 @@ def write_hf_folder(
     """Write a new HF folder from a stream of tensors, beside the target first and renamed when complete.
 
     Args:
-        target: the new folder.
         source: the folder the model came from: its architecture says what must be written (TRAPS H27), and
             its other files are copied byte for byte (TRAPS H28).
         tensors: HF names and full tensors, one by one, in any order; none is kept.
         dtype: float32 or bfloat16 for all of them; None takes the first one's.
         max_shard_bytes: size above which a new safetensors file is begun.
-        overwrite: replace an existing target.
 
     Raises:
         ConversionError: a tensor is missing, extra or of a wrong shape, or the target exists.

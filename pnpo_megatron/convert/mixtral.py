@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pnpo_megatron.convert.architecture import Architecture, Experts, HfConfig, read_dense, refuse_window
+from pnpo_megatron.convert.architecture import Architecture, Experts
 from pnpo_megatron.convert.family import Family, Row, expert_rows
+from pnpo_megatron.convert.hf_config import HfConfig, read_dense, refuse_window
 
 
 def read(config: HfConfig) -> Architecture:

@@ -57,7 +57,6 @@ def plan_quantisation(kind: str, calibration: Path | None, source: HfFolder) -> 
     """Check everything that can be checked before a byte is written.
 
     Args:
-        kind: "fp8" or "nvfp4".
         calibration: prompt file, as for training.
         source: folder with config and tokenizer files.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from pnpo_megatron.convert.architecture import Architecture, HfConfig, read_dense
+from pnpo_megatron.convert.architecture import Architecture
 from pnpo_megatron.convert.family import Family, dense_rows
+from pnpo_megatron.convert.hf_config import HfConfig, read_dense
 
 
 def read(config: HfConfig) -> Architecture:

@@ -163,20 +163,12 @@ class _Holder:
 
 
 def export_hf(
-    chunks: Sequence[nn.Module],
-    arch: Architecture,
-    groups: ParallelGroups,
-    *,
-    dtype: torch.dtype | None = None,
+    chunks: Sequence[nn.Module], arch: Architecture, groups: ParallelGroups
 ) -> Iterator[tuple[str, Tensor]]:
     """Every HF tensor of the model, whole, in layer order, the same on every rank.
 
     Collective over tp, pp and ep: every rank must consume it to the end. Memory: one fused tensor at a time.
-    A tied head is not sent twice (TRAPS H25).
-
-    Args:
-        chunks: this rank's model chunks, wrapped in DDP or not.
-        dtype: what to cast to; None keeps the parameters' own.
+    A tied head is not sent twice (TRAPS H25). Chunks may be wrapped in DDP or not.
 
     Raises:
         ConversionError: the model lacks a parameter or has one that no HF tensor stands for (TRAPS H27).
@@ -193,7 +185,7 @@ def export_hf(
         holder = holders[row.megatron]
         fused = _gather(parameters.get(row.megatron), row, holder, groups)
         for name, tensor in split(row, fused, arch):
-            yield name, tensor.to(dtype_of(name, dtype or tensor.dtype)).contiguous()
+            yield name, tensor.to(dtype_of(name, tensor.dtype)).contiguous()
 
 
 def _find_holders(parameters: Mapping[str, Tensor], groups: ParallelGroups) -> dict[str, _Holder]:

@@ -83,7 +83,6 @@ def pack(flat: FlatTokens, rows: Sequence[int], layout: Layout, local_slots: Loc
     Args:
         flat: the mini-batch, from `flatten`.
         rows: its sequences in this micro-batch.
-        layout: padding.
         local_slots: the zigzag index of this rank, from [S] chunk lengths.
     """
     row = torch.tensor(rows or [0])

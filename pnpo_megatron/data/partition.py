@@ -50,7 +50,6 @@ def plan_micro_batches(lengths: Sequence[int], layout: Layout) -> Plan:
 
     Args:
         lengths: tokens of each sequence, prompt and response; the plan depends on nothing else.
-        layout: budget and split.
 
     Raises:
         ConfigError: a sequence is longer than the budget; the message names the value needed.

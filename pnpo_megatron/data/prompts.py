@@ -67,7 +67,6 @@ def load_prompts(
     Args:
         path: JSON Lines ``{"id", "problem", "answer"}`` or DAPO-Math-17k's parquet columns; several files are
             merged, and a prompt that stands in two counts for the first.
-        tokenizer: a transformers tokenizer.
         template: ``chat``, ``raw`` or a Jinja file.
         conflicts: one prompt with two golds: ``error`` stops, ``drop`` leaves all its rows out.
         max_prompt_tokens: longer prompts are left out and counted; None keeps all.
@@ -115,9 +114,8 @@ def merge_rows(
     named = tuple(_describe(golds) for golds in clashing.values())
     if clashing and conflicts == "error":
         raise DataError(
-            f"{len(clashing)} prompts have more than one gold answer: {'; '.join(named)}. Correct the "
-            f"file, or set "
-            'data.conflicts = "drop" to leave them out'
+            f"{len(clashing)} prompts have more than one gold answer: {'; '.join(named)}. Correct the file, "
+            'or set data.conflicts = "drop" to leave them out'
         )
     distinct = [next(iter(golds.values())) for golds in by_prompt.values() if len(golds) == 1]
     dropped = sum(times[messages] for messages in clashing)
@@ -244,9 +242,8 @@ class PromptSource:
         if position["fingerprint"] != self._fingerprint:
             raise ConfigError(
                 "the checkpoint was written with other prompts, another seed or another data.shuffle: the "
-                "data "
-                "position does not fit. Use the prompt file and settings of that run, or start a new run "
-                "folder"
+                "data position does not fit. Use the prompt file and settings of that run, or start a new "
+                "run folder"
             )
         self._pass, self._offset = int(position["pass"]), int(position["offset"])
         self._deferred = [int(index) for index in position["deferred"]]

@@ -88,8 +88,7 @@ class Template:
         except Exception as error:  # a template is a program of its own and may raise anything
             raise ConfigError(
                 f"data.template = {self.kind!r} failed: {type(error).__name__}: {error}; try it on one "
-                f"prompt, or use "
-                '"raw"'
+                'prompt, or use "raw"'
             ) from error
 
     def _from_file(self, conversation: list[dict[str, str]]) -> str:

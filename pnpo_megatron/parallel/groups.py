@@ -93,13 +93,3 @@ class ParallelGroups:
     def world_rank(self) -> int:
         """Index among them; rank 0 samples and writes."""
         return group_rank(self.world)
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether log-probs and losses are computed here."""
-        return self.pp_rank == self.pp_size - 1
-
-
-def single() -> ParallelGroups:
-    """The groups of a run in one process."""
-    return ParallelGroups()

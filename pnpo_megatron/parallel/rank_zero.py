@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -13,16 +12,6 @@ T = TypeVar("T")
 
 class PeerError(RuntimeError):
     """Rank 0 failed while the others waited for it."""
-
-
-def control_group(timeout_s: float) -> dist.ProcessGroup | None:
-    """A gloo group of all ranks for waits around sampling and saving; None in a single process.
-
-    Its timeout is the longest such wait. NCCL never carries these: idle, it spins on the engine's GPUs.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
 
 def from_rank_zero(work: Callable[[], T], group: dist.ProcessGroup | None, doing: str) -> T:

@@ -1,4 +1,4 @@
-"""Sums, minima and maxima of metrics over a named group."""
+"""Sums and maxima of metrics over a named group."""
 
 from __future__ import annotations
 
@@ -22,11 +22,6 @@ def sum_over(values: Tensor, group: ProcessGroup | None) -> Tensor:
     ranks may not show.
     """
     return _all_reduce(values, dist.ReduceOp.SUM, group)
-
-
-def min_over(values: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Elementwise minimum of `values` over the ranks of `group`, on every rank; no gradient."""
-    return _all_reduce(values, dist.ReduceOp.MIN, group)
 
 
 def max_over(values: Tensor, group: ProcessGroup | None) -> Tensor:

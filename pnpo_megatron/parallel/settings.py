@@ -35,8 +35,7 @@ class ParallelSettings:
         if world_size % model:
             raise ConfigError(
                 f"parallel.tensor x pipeline x context = {self.tensor} x {self.pipeline} x {self.context} = "
-                f"{model} does "
-                f"not divide the {world_size} ranks started; start a multiple of {model} ranks"
+                f"{model} does not divide the {world_size} ranks started; start a multiple of {model} ranks"
             )
         data = world_size // model
         if (data * self.context * self.tensor) % self.expert:
@@ -102,9 +101,7 @@ def check_layout(arch: Architecture, parallel: ParallelSettings) -> None:
             )
     if arch.experts is None:
         if parallel.expert > 1:
-            raise ConfigError(
-                f"parallel.expert = {parallel.expert}: {arch.family} has no experts; use 1"
-            )
+            raise ConfigError(f"parallel.expert = {parallel.expert}: {arch.family} has no experts; use 1")
         return
     if arch.experts.count % parallel.expert:
         raise ConfigError(

@@ -100,7 +100,6 @@ def packed_causal_attention(
         query: [T, heads, d] of this rank.
         key, value: [T, groups, d] of this rank; groups divides heads.
         lengths: padded length of every whole sequence, a multiple of 2C where C > 1.
-        scale: multiplies the scores.
         cp_group: the ranks that share the sequences, or None.
     Returns:
         [T, heads, d]. Communication: one all-gather of keys and values forward, one reduce-scatter backward.

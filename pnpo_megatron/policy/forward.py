@@ -101,9 +101,7 @@ def run_schedule(
     """All micro-batches through Megatron's schedule for this layout: none, 1F1B or interleaved.
 
     Args:
-        chunks: the model chunks of this rank.
         work: micro-batches, as many on every rank.
-        groups: the process groups.
         last_stage: micro-batch and hidden states -> (loss, token count, anything), on the last stage only.
         routing: the routers of a mixture of experts, which learn which micro-batch is on its way.
         forward_only: no backward pass and no autograd graph.

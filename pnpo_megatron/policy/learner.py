@@ -15,14 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from pnpo_megatron.algorithm.diagnostics import (
-    Tally,
-    add_tallies,
-    renormalised,
-    skip_reason,
-    summarise,
-    tally,
-)
+from pnpo_megatron.algorithm.diagnostics import Tally, renormalised, skip_reason, summarise, tally
 from pnpo_megatron.algorithm.objective import Objective, TokenTerms, policy_loss
 from pnpo_megatron.convert.architecture import Architecture
 from pnpo_megatron.convert.stream import export_hf
@@ -31,8 +24,7 @@ from pnpo_megatron.errors import ConfigError
 from pnpo_megatron.parallel.gather import gather_first_dim
 from pnpo_megatron.parallel.groups import ParallelGroups
 from pnpo_megatron.parallel.prefix_scan import ratio_stats
-from pnpo_megatron.parallel.quantiles import quantiles
-from pnpo_megatron.parallel.reduce import max_over, sum_over
+from pnpo_megatron.parallel.reduce import max_over
 from pnpo_megatron.parallel.vocab_logprobs import chunked_logprobs
 from pnpo_megatron.policy.forward import MicroBatch, Work, cut, layout_of, run_schedule
 from pnpo_megatron.policy.loss_scale import loss_scale
@@ -45,6 +37,7 @@ from pnpo_megatron.policy.optimizer import (
     set_learning_rate,
     wrap_data_parallel,
 )
+from pnpo_megatron.policy.results import weight_quantiles, whole_sequences, whole_tally
 from pnpo_megatron.policy.routing import Routing
 from pnpo_megatron.types import MiniBatch
 
@@ -58,7 +51,6 @@ SKIP_REASONS = (
 )
 """`update/skip_reason` is an index into it (DECISIONS: an update is skipped)."""
 _NOT_FINITE = (4, 5)
-QUANTILES = (0.01, 0.05, 0.5, 0.95, 0.99)
 
 TokenDump = Callable[[MiniBatch, Mapping[str, list[Tensor]]], None]
 """Receives "policy_logprobs", "log_weight" (float32) and "keep" (0 or 1) per sequence, [n], token-aligned."""
@@ -139,7 +131,7 @@ class MegatronLearner:
         self.routing.record()
         results = run_schedule(self.chunks, work, self.groups, last_stage, self.routing, forward_only=True)
         self.routing.keep(mini_batch, work.flat)
-        return self._whole(work, results)
+        return whole_sequences(work, results, self.groups, self.device)
 
     def update(self, mini_batch: MiniBatch, objective: Objective, *, step: int) -> dict[str, float]:
         """One optimizer step on Eq. 11, or none if there is nothing to learn from (DECISIONS).
@@ -252,31 +244,13 @@ class MegatronLearner:
         self.routing.release()
         if self.token_dump is not None:
             self.token_dump(mini_batch, self._dumped(work, tokens))
-        spread = self._weight_quantiles([log_weights for _, log_weights in results])
-        total = self._reduced([counted for counted, _ in results])
+        spread = weight_quantiles([weights for _, weights in results], self.groups, self.device)
+        total = whole_tally([counted for counted, _ in results], self.groups, self.device)
         if objective.renormalise:
             factor, total = renormalised(total, objective.mean)
             for chunk in self.chunks:
                 chunk.scale_gradients(factor)
         return total, spread
-
-    def _weight_quantiles(self, log_weights: Sequence[Tensor]) -> dict[str, float]:
-        """Of all trained tokens; exact, so the same for every split. Stages without any add 0."""
-        empty = torch.empty(0, device=self.device)
-        found = quantiles(torch.cat([empty, *log_weights]).float(), QUANTILES, self.groups.dp_cp)
-        found = sum_over(found.exp() if log_weights else found, self.groups.pp)
-        return dict(zip((f"weight/q{round(100 * q):02}" for q in QUANTILES), found.tolist(), strict=True))
-
-    def _reduced(self, tallies: Sequence[Tally]) -> Tally:
-        """Micro-batches, then data and context ranks, then pipeline stages, of which only the last has any.
-
-        Here, and for the quantiles of the weights, the host waits for the device.
-        """
-        total = add_tallies(tallies, self.device)
-        sums, maxima = total.sums, total.maxima
-        for group in (self.groups.dp_cp, self.groups.pp):
-            sums, maxima = sum_over(sums, group), max_over(maxima, group)
-        return Tally(sums.cpu(), maxima.cpu())
 
     def _agree(self, reason: str, norm: float) -> int:
         """Index of the reason to skip, 0 to step; the same on every rank (GPU.md 13)."""
@@ -286,23 +260,12 @@ class MegatronLearner:
         agreed = torch.tensor(code, dtype=torch.int64, device=self.device)
         return int(max_over(agreed, self.groups.world))
 
-    def _whole(self, work: Work, parts: Sequence[tuple[MicroBatch, Tensor]]) -> list[Tensor]:
-        """[n] values of trained tokens per micro-batch -> per sequence, complete on every rank."""
-        flat = torch.zeros(len(work.flat.ids), dtype=torch.float32, device=self.device)
-        for micro_batch, values in parts:
-            flat[micro_batch.places] = values.to(flat.dtype)
-        # Every token has one owner and zeros elsewhere, so the sum adds nothing to it.
-        flat = sum_over(sum_over(flat, self.groups.dp_cp), self.groups.pp)
-        lengths = work.flat.starts.diff().tolist()
-        return [part.clone() for part in torch.split(flat.cpu(), lengths)]
-
     def _dumped(
         self, work: Work, tokens: Sequence[tuple[MicroBatch, Tensor, TokenTerms]]
     ) -> dict[str, list[Tensor]]:
         def whole(pick: Callable[[Tensor, TokenTerms, Tensor], Tensor]) -> list[Tensor]:
-            return self._whole(
-                work, [(one, pick(logprobs, terms, one.slots)) for one, logprobs, terms in tokens]
-            )
+            parts = [(one, pick(logprobs, terms, one.slots)) for one, logprobs, terms in tokens]
+            return whole_sequences(work, parts, self.groups, self.device)
 
         return {
             "policy_logprobs": whole(lambda logprobs, terms, slots: logprobs),

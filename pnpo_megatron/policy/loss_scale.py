@@ -52,7 +52,6 @@ def loss_scale(config: Any, micro_batch_tokens: list[int], *, cp_rank: int) -> L
     """The scale for one update.
 
     Args:
-        config: Megatron's TransformerConfig.
         micro_batch_tokens: T of every micro-batch of every data-parallel rank, dummies included.
         cp_rank: this rank's place in its context-parallel group.
     """

@@ -55,8 +55,6 @@ def transformer_config(
     """Megatron's configuration of an architecture on a layout.
 
     Args:
-        arch: from config.json.
-        parallel: the layout.
         dtype: float32 or bfloat16, of the parameters and the activations.
         recompute: "none", "selective" (core attention) or "full" (every layer).
         overrides: fields of TransformerConfig set last, for example ``deterministic_mode``.

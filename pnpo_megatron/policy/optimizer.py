@@ -66,7 +66,6 @@ def learning_rate(settings: OptimizerSettings, step: int) -> float:
     """lr(s) = lr * min(1, s / warmup) * decay(s), constant within a step.
 
     Args:
-        settings: see `OptimizerSettings`.
         step: rollout batches, from 1. The first has rate lr / warmup and the last more than 0, so no batch is
             sampled for nothing: cosine and linear decay would reach 0 one step after the last.
     """
@@ -175,8 +174,9 @@ def gradient_norm(optimizer: MegatronOptimizer) -> float:
     """Global norm of the summed gradient, over all shards; not finite if anything in it, or squared, is not.
 
     In float64: Megatron's float32 norm of 28 million numbers is off by a thousandth on CPUs, and another
-    split would clip by another number. Collective over all ranks, whatever optimizers a rank has: a pipeline
-    stage without experts has fewer. Copies the gradients to where `apply_gradient` reads them.
+    split would clip by another number. Collective over all ranks, so it does not matter which parts a rank
+    has: without a distributed optimizer, several hold the same. Copies the gradients to where
+    `apply_gradient` reads them.
     """
     optimizer.prepare_grads()
     total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())

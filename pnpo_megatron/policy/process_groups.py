@@ -41,7 +41,6 @@ def initialize_parallel(
     """Set up Megatron's groups and random state on the running torch.distributed.
 
     Args:
-        settings: sizes; data parallelism takes the remaining ranks.
         seed: of Megatron's random-number tracker.
         timeout_s: longest wait of a collective.
         control_timeout_s: longest wait for rank 0 while it samples, evaluates or writes; None: the same.

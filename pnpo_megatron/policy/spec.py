@@ -63,7 +63,6 @@ def block_spec(config: TransformerConfig, *, transformer_engine: bool, vp_stage:
     """The spec of a whole transformer block.
 
     Args:
-        config: of the model.
         transformer_engine: fused modules, or the plain ones of Megatron-Core with our norm and attention.
         vp_stage: virtual pipeline stage, None without virtual stages.
     """

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+from pnpo_megatron.reward.intervals import JOINERS, SIDE, as_union, bounds
 from pnpo_megatron.reward.normalise import (
     clean,
     closing,
@@ -23,13 +24,11 @@ MAX_ANSWER = 20_000
 """Characters; a longer "answer" is not one."""
 MAX_FORMULA = 1_000
 """Characters of anything but plain digits."""
-_JOINERS = re.compile(r",?\s*(?:\\text\s*\{\s*(?:and|or|，|和|或)\s*\}|(?<=[\d})\] ])\b(?:and|or)\b)\s*")
 _NAME = re.compile(r"^\s*\(?([A-Za-z](?:_\{?\w+\}?)?)\)?\s*(?:=|\\in(?![A-Za-z]))\s*(?=\S)")
 _CLOCK = re.compile(r"\d{1,2}\s*:\s*\d\d(?!\d)")
 _BASED = re.compile(r"(\d+)_\{?(\d+)\}?")
 _RELATION = re.compile(r"\\(?:le|ge|lt|gt|ne|neq)(?![A-Za-z])|[<>=]")
 _ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
-_SIDE = re.compile(r"(\\le(?![A-Za-z])|\\ge(?![A-Za-z])|\\lt(?![A-Za-z])|\\gt(?![A-Za-z])|<|>)\s*(=?)")
 
 
 def equal(answer: str, gold: str) -> bool:
@@ -125,71 +124,16 @@ def _has_letters(text: str) -> bool:
 
 def _interval(answer: str, gold: str) -> bool | None:
     """Intervals and inequalities of one variable, as (bracket, low, high, bracket)."""
-    unions = _as_union(answer), _as_union(gold)
+    unions = as_union(answer), as_union(gold)
     if unions != (answer, gold):
         return _equal(*unions)
-    left, right = _bounds(answer), _bounds(gold)
-    if left is None or right is None or not (_SIDE.search(answer) or _SIDE.search(gold)):
+    left, right = bounds(answer), bounds(gold)
+    if left is None or right is None or not (SIDE.search(answer) or SIDE.search(gold)):
         return None
     if left[4] and right[4] and left[4] != right[4]:
         return False
     same_ends = left[0] == right[0] and left[3] == right[3]
     return same_ends and _equal(left[1], right[1]) and _equal(left[2], right[2])
-
-
-def _as_union(text: str) -> str:
-    r"""``x < 2 or x > 3`` as ``(-\infty,2)\cup(3,\infty)``; any other text unchanged."""
-    parts = [_bounds(clean(part)) for part in _JOINERS.split(text)] if _SIDE.search(text) else []
-    if len(parts) < 2 or None in parts or "," in _JOINERS.sub("", text):
-        return text
-    known = [part for part in parts if part is not None]
-    return r"\cup ".join(f"{left}{low},{high}{right}" for left, low, high, right, _ in known)
-
-
-def _bounds(text: str) -> tuple[str, str, str, str, str] | None:
-    if text.startswith(("(", "[")) and text[-1] in ")]" and closing(text, 0) == len(text) - 1:
-        ends = split_top(text[1:-1])
-        return (text[0], clean(ends[0]), clean(ends[1]), text[-1], "") if len(ends) == 2 else None
-    if "," in text or "=" in re.sub(r"[<>]\s*=", "", text):
-        return None
-    pieces = _SIDE.split(text)
-    sides = [("<" if re.match(r"<|\\l", s) else ">", bool(e) or s in ("\\le", "\\ge"))
-             for s, e in zip(pieces[1::3], pieces[2::3], strict=True)]  # fmt: skip
-    return _chain([clean(piece) for piece in pieces[0::3]], sides)
-
-
-def _chain(terms: list[str], sides: list[tuple[str, bool]]) -> tuple[str, str, str, str, str] | None:
-    """``a <= x < b``, ``x > a`` and their mirror images."""
-    if len(terms) == 2 and _is_variable(terms[1]) and not _is_variable(terms[0]):
-        terms, sides = terms[::-1], [(_mirror(sides[0][0]), sides[0][1])]
-    if len(terms) == 2 and _is_variable(terms[0]) and not _is_variable(terms[1]):
-        way, closed = sides[0]
-        low, high = (r"-\infty", terms[1]) if way == "<" else (terms[1], r"\infty")
-        return (
-            "(" if way == "<" or not closed else "[",
-            low,
-            high,
-            "]" if way == "<" and closed else ")",
-            terms[0],
-        )
-    if len(terms) == 3 and _is_variable(terms[1]) and sides[0][0] == sides[1][0]:
-        if sides[0][0] == ">":
-            terms, sides = terms[::-1], sides[::-1]
-        return ("[" if sides[0][1] else "(", terms[0], terms[2], "]" if sides[1][1] else ")", terms[1])
-    return None
-
-
-def _is_variable(text: str) -> bool:
-    return bool(re.fullmatch(r"[A-Za-z](?:_\{?\w+\}?)?|\\[a-z]+", text)) and text not in (
-        r"\pi",
-        r"\infty",
-        "e",
-        "i",
-    )
-
-
-def _mirror(way: str) -> str:
-    return ">" if way == "<" else "<"
 
 
 def _parts(answer: str, gold: str) -> bool | None:
@@ -224,7 +168,7 @@ def _split(text: str) -> tuple[str, list[str]]:
 
 
 def _members(text: str) -> Iterator[str]:
-    for part in split_top(_JOINERS.sub(",", text)):
+    for part in split_top(JOINERS.sub(",", text)):
         if part.count(r"\pm") == 1:
             yield clean(re.sub(r"^\+", "", part.replace(r"\pm", "+").strip()))
             yield clean(part.replace(r"\pm", "-"))

@@ -41,11 +41,10 @@ _NO_UNIT = frozenset(
     re.findall(
         r"\S+",
         "and or to if for where when else not no than over times plus minus mod modulo hundred thousand "
-        "million "
-        "billion trillion dozen pi half halves third thirds quarter quarters fourth fourths fifth fifths "
-        "sixth "
-        "sixths seventh sevenths eighth eighths ninth ninths tenth tenths hundredth hundredths thousandth "
-        "thousandths squared cubed factorial choose base is are infinity between from percent a.m p.m am pm",
+        "million billion trillion dozen pi half halves third thirds quarter quarters fourth fourths fifth "
+        "fifths sixth sixths seventh sevenths eighth eighths ninth ninths tenth tenths hundredth hundredths "
+        "thousandth thousandths squared cubed factorial choose base is are infinity between from percent a.m "
+        "p.m am pm",
     )
 )
 _DECIMAL = re.compile(r"([+-]*)\s*(\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d*)(?:\.(\d*))?")

@@ -1,10 +1,8 @@
 """Grading processes with a deadline for every grade; results arrive as futures while others still generate.
 
-A grade that passes its deadline is killed and tried once more when nothing else runs (the machine may
-have been
-busy); a second time makes it wrong: reward 0, counted as a timeout. A worker that dies, or a function
-that raises
-or returns no finite number, is a fault: value None (DECISIONS: Denominators, TRAPS H03).
+A grade that passes its deadline is killed and tried once more when nothing else runs (the machine may have
+been busy); a second time makes it wrong: reward 0, counted as a timeout. A worker that dies, or a function
+that raises or returns no finite number, is a fault: value None (DECISIONS: Denominators, TRAPS H03).
 """
 
 from __future__ import annotations
@@ -66,8 +64,6 @@ class RewardPool:
                 f"reward.workers = {count}, reward.timeout_s = {timeout_s}, reward.function = {function!r}: "
                 "use at least 1 worker, a positive time limit such as 10, and at least one function"
             )
-        self.timeouts = 0
-        self.faults = 0
         self._timeout_s = timeout_s
         self._queue: deque[_Job] = deque()
         self._retries: deque[_Job] = deque()
@@ -108,8 +104,7 @@ class RewardPool:
         return self.start(inputs)()
 
     def _wait(self, futures: Sequence[Future[RewardResult]]) -> list[RewardResult]:
-        """Bounded: a grade takes its deadline twice at most, and the ones before it in the queue
-        likewise."""
+        """Bounded: a grade takes its deadline twice at most, and the ones before it in the queue likewise."""
         with self._lock:
             ahead = len(self._queue) + len(futures) + len(self._workers)
         end = time.monotonic() + START_TIMEOUT_S * (MAX_FAILED_STARTS + 1) + 3 * self._timeout_s * ahead
@@ -244,10 +239,7 @@ class RewardPool:
             self._retries.append(self._jobs.pop(worker))
 
     def _finish(self, worker: GradingProcess, result: RewardResult) -> None:
-        job = self._jobs.pop(worker)
-        self.timeouts += result.timed_out
-        self.faults += result.value is None
-        job.future.set_result(result)
+        self._jobs.pop(worker).future.set_result(result)
 
     def _break(self, why: str) -> None:
         self._broken = why
@@ -268,19 +260,3 @@ class RewardPool:
                 job.future.set_exception(
                     error or RewardFaultError("the RewardPool was closed before this grade")
                 )
-
-
-def check_faults(results: Sequence[RewardResult], max_fault_rate: float) -> int:
-    """Count faults; above the limit a run must stop, for nobody knows what these rewards were.
-
-    Raises:
-        RewardFaultError: more than `max_fault_rate` of the results are faults; quotes the first.
-    """
-    faults = [result.fault for result in results if result.value is None]
-    if len(faults) > max_fault_rate * len(results):
-        raise RewardFaultError(
-            f"{len(faults)} of {len(results)} rewards could not be computed, more than "
-            f"reward.max_fault_rate = "
-            f"{max_fault_rate}. The first: {faults[0]}"
-        )
-    return len(faults)

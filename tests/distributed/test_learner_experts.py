@@ -79,8 +79,8 @@ def run_replayed(folder: Path, layout: dict[str, Any]) -> dict[str, float]:
 
 
 def test_a_pipeline_stage_without_experts_takes_part_in_norm_and_routes(spawn: Any, tmp_path: Path) -> None:
-    """The first of three layers is dense, and alone on its stage: one optimizer there, two on the other."""
-    folder = save_hf_model(make_hf_model("deepseek_v3", num_hidden_layers=3), tmp_path / "hf")
+    """The first of two layers is dense, and alone on its stage: no router and no expert to optimise there."""
+    folder = save_hf_model(make_hf_model("deepseek_v3", num_hidden_layers=2), tmp_path / "hf")
     [wanted] = spawn(run_replayed, 1, folder, {})
     assert wanted["weight/max"] == 1.0, "routes are replayed"
     for found in spawn(run_replayed, 4, folder, {"pipeline": 2, "expert": 2}, timeout_s=120):

@@ -19,7 +19,7 @@ from pnpo_megatron.data.partition import Layout, plan_micro_batches
 from pnpo_megatron.parallel.cp_layout import local_index
 from pnpo_megatron.parallel.groups import ParallelGroups, single
 from pnpo_megatron.parallel.prefix_scan import ratio_stats
-from pnpo_megatron.parallel.reduce import max_over, min_over, sum_over
+from pnpo_megatron.parallel.reduce import max_over, sum_over
 from pnpo_megatron.types import MiniBatch, TrainSequence
 
 LOW, HIGH = 0.006, 0.008
@@ -104,7 +104,7 @@ def train(groups: ParallelGroups, max_tokens: int) -> dict[str, Any]:
     return {
         "loss": loss,
         "rejected": rejected,
-        "min": float(min_over(low, groups.dp_cp)),
+        "min": -float(max_over(-low, groups.dp_cp)),
         "max": float(max_over(high, groups.dp_cp)),
         "gradient": sum_over(gradient, groups.dp_cp),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,11 @@ def rank_main(rank: int, port: int, how: str, victim: int, log: Path) -> None:
     """Two ranks in endless collectives; the victim leaves them in one way or another."""
     os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), 2)
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    from pnpo_megatron.parallel.rank_zero import control_group
     from pnpo_megatron.parallel.watch import Watch
 
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
-    group = control_group(600.0)
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=600))
     with Watch(SILENCE_S, group, lambda: Path(f"{log}.{rank}").touch()) as watch:
         for number in range(1_000_000):
             watch.place = f"update {number}"

@@ -46,9 +46,12 @@ LAYERS: dict[str, Layer] = {
     "rollout": Layer((*SHARDED, "rollout"), ("safetensors", "transformers", "numpy")),
     "rollout.server_client": Layer((*SHARDED, "rollout"), ("httpx", "numpy", "pydantic_core")),
     "rollout.server_fleet": Layer((*SHARDED, "rollout"), ("httpx",)),
+    "rollout.server_stream": Layer((*SHARDED, "rollout"), ("httpx",)),
     "rollout.vllm_transfer": Layer((*SHARDED, "rollout"), ("vllm",)),
     "rollout.vllm_worker": Layer((*SHARDED, "rollout"), ("vllm", "safetensors", "transformers", "numpy")),
-    "config": Layer((*PURE, "config"), ("pydantic", "pydantic_core", "pydantic_settings", "tomli_w"), distributed=False),
+    "config": Layer(
+        (*PURE, "config"), ("pydantic", "pydantic_core", "pydantic_settings", "tomli_w"), distributed=False
+    ),
     "analysis": Layer((*PURE, "analysis"), ("rich", "safetensors"), distributed=False),
     "analysis.plots": Layer((*PURE, "analysis"), ("matplotlib",), distributed=False),
     "planning": Layer((*SHARDED, "planning", "config"), ("rich",), distributed=False),

@@ -12,8 +12,8 @@ from hf_models import CLASSES, EXTRA, LLAMA3, R1_DISTILL, SHAPE, make_hf_model
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from pnpo_megatron.convert.architecture import HfConfig, read_rope
 from pnpo_megatron.convert.families import check_tensor_parallel, hf_shapes, read_architecture
+from pnpo_megatron.convert.hf_config import HfConfig, read_rope
 from pnpo_megatron.errors import ConfigError, ConversionError
 from pnpo_megatron.parallel.settings import ParallelSettings, check_layout
 

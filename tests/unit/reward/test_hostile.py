@@ -115,7 +115,6 @@ def test_hostile_replies_cost_a_grading_process_at_most_its_deadline_twice() -> 
             (result,) = pool.grade([RewardInput("q", "34", text)])
             assert result.value == 0.0, (name, result)
             assert time.monotonic() - start < 2 * deadline + 30, f"{name}: deadlines and new processes"
-        assert pool.faults == 0
 
 
 @pytest.mark.parametrize("in_thread", [False, True])

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from pnpo_megatron.errors import ConfigError, RewardFaultError
-from pnpo_megatron.reward.pool import RewardPool, check_faults
+from pnpo_megatron.errors import ConfigError
+from pnpo_megatron.reward.pool import RewardPool
 from pnpo_megatron.reward_types import RewardInput, RewardResult
 
 DEADLINE_S = 1.0
@@ -56,28 +56,21 @@ def test_results_come_back_in_order_while_a_bad_one_is_still_running(scripted: R
 def test_h03_a_function_that_fails_is_a_fault_and_not_a_reward(
     scripted: RewardPool, text: str, named: str
 ) -> None:
-    before = scripted.faults
     result, after = scripted.grade([sample(text), sample("abc")])
     assert result.value is None and named in result.fault and not result.timed_out
     assert after.value == 0.3  # the pool goes on
-    assert scripted.faults == before + 1
 
 
-def test_a_response_too_slow_twice_is_wrong_and_counted_and_costs_two_deadlines(
-    scripted: RewardPool,
-) -> None:
-    before, start = scripted.timeouts, time.monotonic()
+def test_a_response_too_slow_twice_is_wrong_and_costs_two_deadlines(scripted: RewardPool) -> None:
+    start = time.monotonic()
     (result,) = scripted.grade([sample("hang")])
     assert result == RewardResult(0.0, timed_out=True)
-    assert scripted.timeouts == before + 1
     assert 2 * DEADLINE_S <= time.monotonic() - start < 2 * DEADLINE_S + 15
 
 
 def test_a_response_slow_only_once_gets_its_reward_on_the_retry(scripted: RewardPool, tmp_path: Path) -> None:
-    before = scripted.timeouts
     (result,) = scripted.grade([sample(f"slow first:{tmp_path / 'marker'}")])
     assert result == RewardResult(1.0)
-    assert scripted.timeouts == before
 
 
 def test_a_worker_killed_from_outside_is_replaced(scripted: RewardPool) -> None:
@@ -158,13 +151,6 @@ def _is_running(pid: int) -> bool:
         return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
         return False
-
-
-def test_h03_too_many_faults_stop_the_run_and_name_the_first() -> None:
-    results = [RewardResult(1.0)] * 97 + [RewardResult(None, fault="worker died")] * 3
-    assert check_faults(results, max_fault_rate=0.03) == 3
-    with pytest.raises(RewardFaultError, match="3 of 100.*max_fault_rate = 0.01.*worker died"):
-        check_faults(results, max_fault_rate=0.01)
 
 
 def test_h03_maths_rewards_are_the_same_from_main_thread_thread_and_event_loop(maths: RewardPool) -> None:
