@@ -105,6 +105,7 @@ def read_inputs(config: Config) -> Inputs:
             "rollout.colocated = true: there is no CUDA device whose memory engine and learner could share; "
             "use false"
         )
+    _check_weight_transfer(config)
     folder = _read_model(config)
     _check_reward(config.reward.function)
     tokenizer = load_tokenizer(folder.path)
@@ -136,6 +137,19 @@ def read_inputs(config: Config) -> Inputs:
         sampling=Sampling(rollout.temperature, rollout.max_response_tokens, 1.0, rollout.min_tokens, stop),
         eval_sampling=eval_sampling,
     )
+
+
+def _check_weight_transfer(config: Config) -> None:
+    way, engine = config.rollout.weight_transfer, config.rollout.engine
+    if way == "auto":
+        return
+    needed = {"ipc": "vllm", "nccl": "server"}[way]
+    if engine != needed or not torch.cuda.is_available():
+        found = f'rollout.engine = "{engine}"' if engine != needed else "no CUDA device"
+        raise ConfigError(
+            f'rollout.weight_transfer = "{way}" goes from GPU to GPU with rollout.engine = "{needed}", and '
+            f'there is {found}; use "auto"'
+        )
 
 
 def _read_model(config: Config) -> HfFolder:
@@ -266,6 +280,7 @@ def start_sampler(config: Config, inputs: Inputs) -> EngineSampler:
         "start_timeout_s": rollout.start_timeout_s,
         "generate_timeout_s": rollout.generate_timeout_s,
         "sync_timeout_s": rollout.sync_timeout_s,
+        "stream": rollout.weight_transfer != "auto",
     }
     if rollout.engine == "server":
         limits = {key: options[key] for key in ("max_model_len", "max_num_seqs")}

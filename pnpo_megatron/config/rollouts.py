@@ -53,6 +53,8 @@ class RolloutConfig(Section):
     """A child process of rank 0, or the servers that `pnpo-megatron serve` started."""
     servers: list[Annotated[str, Field(pattern=r"^http://[^/\s]+:\d+$")]] = []
     """``http://HOST:PORT`` of each, for engine = "server"."""
+    weight_transfer: Literal["auto", "ipc", "nccl"] = "auto"
+    """auto: host memory, TCP to other hosts. From GPU to GPU: ipc to a child process, nccl to servers."""
     colocated: bool = False
     """GPUs only: the engine sleeps during updates, gradients and optimizer leave the GPU meanwhile."""
     replay: str = ""

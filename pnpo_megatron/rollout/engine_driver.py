@@ -32,7 +32,7 @@ from pnpo_megatron.rollout.messages import (
     SamplingValues,
     Shutdown,
     Sleep,
-    TensorEntry,
+    StreamWeights,
     Wake,
     WeightsLoaded,
     WorkerError,
@@ -91,10 +91,10 @@ class EngineDriver:
         self,
         engine: Engine,
         make_params: Callable[[SamplingValues, int], Any],
-        replace_weights: Callable[[tuple[TensorEntry, ...]], None],
+        replace_weights: Callable[[LoadWeights | StreamWeights], int],
         send: Callable[[Reply], None],
     ) -> None:
-        """`make_params` turns values and a seed into the engine's own; `replace_weights` loads a manifest."""
+        """`make_params` turns values and a seed into the engine's own; `replace_weights` counts tensors."""
         self._engine, self._make_params, self._replace_weights, self._send = (
             engine, make_params, replace_weights, send,
         )  # fmt: skip
@@ -119,7 +119,7 @@ class EngineDriver:
                 self._generate(command)
             case Abort():
                 self._abort(command.call)
-            case LoadWeights():
+            case LoadWeights() | StreamWeights():
                 self._answer(command.call, lambda: self._load_weights(command))
             case Sleep():
                 self._answer(command.call, lambda: self._sleep(command.call))
@@ -209,18 +209,19 @@ class EngineDriver:
     def _answer(self, call: int, work: Callable[[], Reply]) -> None:
         try:
             reply = work()
+        except EOFError:
+            raise  # the trainer is gone
         except Exception as error:  # crosses the pipe as data; the sampler stops the run
             reply = WorkerError(call, type(error).__name__, str(error), fatal=False)
         self._send(reply)
 
-    def _load_weights(self, command: LoadWeights) -> Reply:
+    def _load_weights(self, command: LoadWeights | StreamWeights) -> Reply:
         started = time.monotonic()
         self._version = None  # a failed sync leaves no version in force
         self._refuse_while_generating("weight sync")
-        self._replace_weights(command.entries)
+        tensors = self._replace_weights(command)
         self._version = command.version
-        seconds = time.monotonic() - started
-        return WeightsLoaded(command.call, command.version, len(command.entries), seconds)
+        return WeightsLoaded(command.call, command.version, tensors, time.monotonic() - started)
 
     def _sleep(self, call: int) -> Reply:
         self._version = None  # the weights are gone: waking does not bring them back (TRAPS H33)

@@ -6,7 +6,7 @@ Both sides import this module, so it needs neither vllm nor torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,6 +91,25 @@ class LoadWeights:
 
 
 @dataclass(frozen=True)
+class StreamWeights:
+    """Replace all weights by those of the WeightBuckets to come; answered by BucketTaken."""
+
+    call: int
+    version: int
+
+
+@dataclass(frozen=True)
+class WeightBucket:
+    """Some tensors, answered by BucketTaken. None at all: that was the last, answered by WeightsLoaded."""
+
+    call: int
+    entries: tuple[TensorEntry, ...]
+    """Their places in the packed bytes."""
+    content: Any
+    """For servers the bytes, [n] uint8 on the GPU; for a child process what opens them there."""
+
+
+@dataclass(frozen=True)
 class Sleep:
     """Drop weights and cache; answered by MemoryChanged. No version is in force until LoadWeights."""
 
@@ -156,6 +175,13 @@ class CallDone:
 
 
 @dataclass(frozen=True)
+class BucketTaken:
+    """The next bucket can come; the memory of the one before is free."""
+
+    call: int
+
+
+@dataclass(frozen=True)
 class WeightsLoaded:
     """The engine now holds these weights, and no cache of older ones."""
 
@@ -182,5 +208,7 @@ class WorkerError:
     fatal: bool
 
 
-Command: TypeAlias = Generate | Abort | LoadWeights | Sleep | Wake | Shutdown
-Reply: TypeAlias = Ready | GroupDone | PromptFailed | CallDone | WeightsLoaded | MemoryChanged | WorkerError
+Command: TypeAlias = Generate | Abort | LoadWeights | StreamWeights | WeightBucket | Sleep | Wake | Shutdown
+Reply: TypeAlias = (
+    Ready | GroupDone | PromptFailed | CallDone | BucketTaken | WeightsLoaded | MemoryChanged | WorkerError
+)

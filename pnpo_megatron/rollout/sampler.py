@@ -34,7 +34,9 @@ from pnpo_megatron.rollout.messages import (
     Ready,
     Reply,
     SamplingValues,
+    StreamWeights,
     TensorEntry,
+    WeightBucket,
     WeightsLoaded,
     WorkerError,
 )
@@ -45,6 +47,7 @@ from pnpo_megatron.rollout.requests import (
     sampling_values,
     unpack_group,
 )
+from pnpo_megatron.rollout.weight_stream import buckets
 from pnpo_megatron.rollout.weight_transfer import WeightSender, expected_tensors
 from pnpo_megatron.rollout.worker_process import WorkerDied
 from pnpo_megatron.types import Prompt, RolloutGroup, Sampling
@@ -105,6 +108,7 @@ class EngineSampler(ABC):
         generate_timeout_s: float = 3600.0,
         sync_timeout_s: float = 600.0,
         restarts: int = 0,
+        stream: bool = False,
     ) -> None:
         """Check the folder and connect; `wait_ready` (or the first use) waits for the engines.
 
@@ -115,6 +119,7 @@ class EngineSampler(ABC):
             initial_version: version of the folder's own weights; None refuses generation until a sync.
             start_timeout_s, generate_timeout_s, sync_timeout_s: seconds allowed for each.
             restarts: times that a worker which dies is replaced within one call.
+            stream: weights go from GPU to GPU, in buckets, and not through host memory; no restarts then.
 
         Raises:
             ConfigError: the folder cannot be sampled from with these settings.
@@ -132,7 +137,7 @@ class EngineSampler(ABC):
             generate_timeout_s,
             sync_timeout_s,
         )
-        self._restarts, self._calls = restarts, 0
+        self._restarts, self._streams, self._calls = 0 if stream else restarts, stream, 0
         self._weights: tuple[int, tuple[TensorEntry, ...], int] | None = None  # in the sender's buffer
         self._holds_weights = False  # the worker, of that version
         self._open_call: int | None = None  # generating, and not yet read to its end
@@ -162,11 +167,14 @@ class EngineSampler(ABC):
             RolloutError: the set of tensors is not the model's, one is not finite, or the engine failed.
         """
         self.wait_ready()
-        entries, nbytes = self._sender.write(tensors)
-        self._drop_open_call()
-        self.version = None  # until the engine says otherwise (TRAPS H33)
-        self._weights = version, entries, nbytes
-        self._insist(self._send_weights)
+        if self._streams:
+            entries = self._stream_weights(tensors, version)
+        else:
+            entries, nbytes = self._sender.write(tensors)
+            self._drop_open_call()
+            self.version = None  # until the engine says otherwise (TRAPS H33)
+            self._weights = version, entries, nbytes
+            self._insist(self._send_weights)
         self.version, self._synced = version, True
         names = repr([(entry.name, entry.checksum) for entry in entries])
         self.weights_digest = hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
@@ -218,6 +226,10 @@ class EngineSampler(ABC):
     def _connect(self) -> Worker:
         """A worker that is starting, or the servers."""
 
+    @abstractmethod
+    def _lend(self, packed: Tensor) -> Any:
+        """What a WeightBucket carries for these bytes, [n] uint8 on the GPU."""
+
     def _start(self) -> None:
         self._ready, self._holds_weights, self._started = False, False, time.monotonic()
         self._worker: Worker = self._connect()
@@ -243,13 +255,30 @@ class EngineSampler(ABC):
     def _send_weights(self) -> None:
         assert self._weights is not None
         version, entries, nbytes = self._weights
-        call = self._next_call()
-        self._worker.send(LoadWeights(call, version, entries, nbytes))
-        waiting_for = f"weights of version {version} to load ({self.sync_timeout_s:g} s, sync_timeout_s)"
-        reply = self._reply_to(call, time.monotonic() + self.sync_timeout_s, waiting_for)
-        if not isinstance(reply, WeightsLoaded) or (reply.version, reply.tensors) != (version, len(entries)):
-            raise RolloutError(f"weight sync: the worker answered {reply}, expected version {version}")
+        self._check_loaded(LoadWeights(self._next_call(), version, entries, nbytes), version, len(entries))
         self._holds_weights = True
+
+    def _stream_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> tuple[TensorEntry, ...]:
+        """Bucket by bucket: no copy is kept here, so a worker that dies cannot be given them again."""
+        self._drop_open_call()
+        self.version, call = None, self._next_call()
+        sent: list[TensorEntry] = []
+        self._sync_reply(StreamWeights(call, version), version)
+        for entries, packed in buckets(tensors, self._sender.expected):
+            self._sync_reply(WeightBucket(call, entries, self._lend(packed)), version)
+            sent += entries
+        self._check_loaded(WeightBucket(call, (), None), version, len(sent))
+        return tuple(sent)
+
+    def _check_loaded(self, command: LoadWeights | WeightBucket, version: int, tensors: int) -> None:
+        reply = self._sync_reply(command, version)
+        if not isinstance(reply, WeightsLoaded) or (reply.version, reply.tensors) != (version, tensors):
+            raise RolloutError(f"weight sync: the worker answered {reply}, expected version {version}")
+
+    def _sync_reply(self, command: LoadWeights | StreamWeights | WeightBucket, version: int) -> Reply:
+        self._worker.send(command)
+        waiting_for = f"weights of version {version} to load ({self.sync_timeout_s:g} s, sync_timeout_s)"
+        return self._reply_to(command.call, time.monotonic() + self.sync_timeout_s, waiting_for)
 
     def _ask(self, requests: tuple[PromptRequest, ...], values: SamplingValues) -> int:
         """Start generating; the number of the call."""

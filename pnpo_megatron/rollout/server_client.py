@@ -135,24 +135,37 @@ class Server:
             )
         return tokens, np.where(logprobs <= NO_NUMBER, np.float32("nan"), logprobs), reason
 
-    async def load(self, update: Mapping[str, Any], weights: str, timeout_s: float) -> None:
-        """Replace all weights, empty the cache, and check that the engine names them so (TRAPS H32).
-
-        Generation is paused meanwhile, and stays so after a failure.
-        """
+    async def open_update(self, timeout_s: float) -> None:
+        """Pause generation, which stays so until `close_update`, and make ready for `update`."""
         await self._ask("POST", "/pause", timeout_s, params={"mode": "abort"})
         try:
             await self._ask("POST", "/start_weight_update", timeout_s)
         except ServerLost:  # a trainer that died in a sync left one open
             await self._ask("POST", "/finish_weight_update", timeout_s)
             await self._ask("POST", "/start_weight_update", timeout_s)
-        await self._ask("POST", "/update_weights", timeout_s, json={"update_info": update})
+
+    async def update(self, info: Mapping[str, Any], timeout_s: float) -> None:
+        """Have every worker take what `info` tells of (`vllm_transfer.UpdateInfo`)."""
+        await self._ask("POST", "/update_weights", timeout_s, json={"update_info": info})
+
+    async def close_update(self, weights: str, timeout_s: float) -> None:
+        """Empty the cache, go on, and check that the engine names its weights so (TRAPS H32)."""
         await self._ask("POST", "/finish_weight_update", timeout_s, json={"weight_version": weights})
         await self._ask("POST", "/reset_prefix_cache", timeout_s)
         await self._ask("POST", "/resume", timeout_s)
         held = (await self._ask("GET", "/weight_info", timeout_s)).get("weight_version")
         if held != weights:
             raise ServerRefused(f"holds weights {held!r} after a sync to {weights!r}")
+
+    async def workers(self, timeout_s: float) -> int:
+        """Processes that hold a part of the model."""
+        return int((await self._ask("GET", "/get_world_size", timeout_s))["world_size"])
+
+    async def join(self, invitation: Mapping[str, Any], timeout_s: float) -> None:
+        """Have every worker join a `Broadcaster`'s communicator."""
+        await self._ask(
+            "POST", "/init_weight_transfer_engine", timeout_s, json={"init_info": dict(invitation)}
+        )
 
     async def _ask(self, method: str, route: str, timeout_s: float | None, **content: Any) -> dict[str, Any]:
         """JSON of the reply; every request has a connection of its own, so a closed one is never met.

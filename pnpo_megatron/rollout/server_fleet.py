@@ -14,16 +14,18 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 import httpx
 
 from pnpo_megatron.errors import ConfigError, RolloutError
 from pnpo_megatron.rollout.messages import (
     Abort,
+    BucketTaken,
     CallDone,
     Command,
     Generate,
@@ -33,13 +35,17 @@ from pnpo_megatron.rollout.messages import (
     PromptRequest,
     Ready,
     Reply,
+    StreamWeights,
+    WeightBucket,
     WeightsLoaded,
     WorkerError,
 )
 from pnpo_megatron.rollout.server_client import Server, ServerLost, ServerRefused
+from pnpo_megatron.rollout.server_stream import ServerStream
 from pnpo_megatron.rollout.weight_network import WeightOffer
 from pnpo_megatron.rollout.worker_process import WorkerDied
 
+T = TypeVar("T")
 LOG = logging.getLogger(__name__)
 logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request
 CLOSE_S = 2.0
@@ -90,6 +96,10 @@ class ServerFleet:
                 self._begin(command.call, self._generate(command))
             case LoadWeights():
                 self._begin(command.call, self._load(command))
+            case StreamWeights():
+                self._begin(command.call, self._open_stream(command))
+            case WeightBucket():
+                self._begin(command.call, self._pass_on(command))
             case Abort():
                 self._wanted.discard(command.call)
                 if call := self._calls.pop(command.call, None):
@@ -269,37 +279,70 @@ class ServerFleet:
 
     async def _load(self, command: LoadWeights) -> WeightsLoaded:
         """Send every server the weights; one that was gone and is back gets them too, and is used again."""
-        started, name = time.monotonic(), f"{self._run}/{command.version}"
-        self._weights = name, command.version
+        started = time.monotonic()
+        self._weights = name, _ = f"{self._run}/{command.version}", command.version
         offer = WeightOffer(self._weights_fd, command.nbytes, self._timeout_s)
+        entries = [asdict(entry) for entry in command.entries]
+
+        async def load(server: Server) -> None:
+            update = {"source": offer.source(server.host), "nbytes": command.nbytes, "entries": entries}
+            await server.open_update(self._timeout_s)
+            await server.update(update, self._timeout_s)
+            await server.close_update(name, self._timeout_s)
+
         try:
-            work = (self._load_one(server, offer, command, name) for server in self._servers)
-            ends = await asyncio.gather(*work, return_exceptions=True)
+            await self._with_each(load)
         finally:
             offer.close()
-        for error in filter(None, ends):
-            raise error
-        self._live()
         return WeightsLoaded(command.call, command.version, len(command.entries), time.monotonic() - started)
 
-    async def _load_one(self, server: Server, offer: WeightOffer, command: LoadWeights, name: str) -> None:
-        update = {
-            "source": offer.source(server.host),
-            "nbytes": command.nbytes,
-            "entries": [asdict(entry) for entry in command.entries],
-        }
+    async def _open_stream(self, command: StreamWeights) -> BucketTaken:
+        """Bring the workers of the servers that are there together; one that is lost later ends the sync."""
+        self._weights = name, _ = f"{self._run}/{command.version}", command.version
+
+        async def open_one(server: Server) -> int:
+            await server.open_update(self._timeout_s)
+            return await server.workers(self._timeout_s)
+
+        workers = await self._with_each(open_one)
+        self._stream = ServerStream(workers, name, self._timeout_s)
+        await self._stream.join()
+        return BucketTaken(command.call)
+
+    async def _pass_on(self, command: WeightBucket) -> BucketTaken | WeightsLoaded:
+        version = self._weights[1]
+        if command.entries:
+            await self._stream.send(command.entries, command.content)
+            return BucketTaken(command.call)
+        await self._stream.close()
+        assert version is not None
+        return WeightsLoaded(command.call, version, self._stream.tensors, self._stream.seconds)
+
+    async def _with_each(self, work: Callable[[Server], Awaitable[T]]) -> dict[Server, T]:
+        """What came of the servers that are there, or are again, and did not go meanwhile."""
+        work_each = (self._sync(server, work) for server in self._servers)
+        ends = await asyncio.gather(*work_each, return_exceptions=True)
+        for error in ends:
+            if isinstance(error, BaseException):
+                raise error
+        pairs = zip(self._servers, ends, strict=True)
+        live = self._live()
+        return {server: end for server, end in pairs if server in live}  # type: ignore[misc]
+
+    async def _sync(self, server: Server, work: Callable[[Server], Awaitable[T]]) -> T | None:
         try:
             if server.gone.done():
                 await server.health()
                 await server.check_settings(self._max_model_len)
-            await server.load(update, name, self._timeout_s)
+            end = await work(server)
         except (ServerLost, ServerRefused) as error:
             if isinstance(error, ServerRefused) or not await self._is_gone(server, error):
                 raise RolloutError(f"weight sync: {server.url}: {error}") from error
-        else:
-            if server.gone.done():
-                LOG.warning("rollout server %s is back", server.url)
-                server.gone = asyncio.get_running_loop().create_future()
+            return None
+        if server.gone.done():
+            LOG.warning("rollout server %s is back", server.url)
+            server.gone = asyncio.get_running_loop().create_future()
+        return end
 
 
 def _allow_many_connections() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from pnpo_megatron.rollout.sampler import EngineSampler, Worker
 from pnpo_megatron.rollout.server_fleet import ServerFleet
 
@@ -24,6 +27,7 @@ class ServerSampler(EngineSampler):
         start_timeout_s: float = 600.0,
         generate_timeout_s: float = 3600.0,
         sync_timeout_s: float = 600.0,
+        stream: bool = False,
     ) -> None:
         """Look for the servers; `wait_ready` (or the first use) waits until all of them answer.
 
@@ -32,6 +36,7 @@ class ServerSampler(EngineSampler):
             servers: `http://HOST:PORT` of each.
             max_model_len, max_num_seqs: as the servers have them, or less.
             decode, initial_version, start_timeout_s, generate_timeout_s, sync_timeout_s: as in EngineSampler.
+            stream: weights go by NCCL.
 
         Raises:
             ConfigError: the folder cannot be sampled from with these settings.
@@ -45,6 +50,7 @@ class ServerSampler(EngineSampler):
             start_timeout_s=start_timeout_s,
             generate_timeout_s=generate_timeout_s,
             sync_timeout_s=sync_timeout_s,
+            stream=stream,
         )
 
     def _connect(self) -> Worker:
@@ -55,3 +61,7 @@ class ServerSampler(EngineSampler):
             max_num_seqs=self._max_num_seqs,
             timeout_s=self.sync_timeout_s,
         )
+
+    def _lend(self, packed: Tensor) -> Tensor:
+        torch.cuda.synchronize(packed.device)  # another thread sends it
+        return packed

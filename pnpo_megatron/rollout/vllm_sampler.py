@@ -7,9 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import Tensor
+
 from pnpo_megatron.rollout.colocation import Part
 from pnpo_megatron.rollout.messages import EngineSettings, Sleep, Wake
 from pnpo_megatron.rollout.sampler import EngineSampler, Worker
+from pnpo_megatron.rollout.weight_stream import ipc_handle
 from pnpo_megatron.rollout.worker_process import WorkerProcess, worker_environment
 
 
@@ -72,6 +75,7 @@ class VllmSampler(EngineSampler):
         generate_timeout_s: float = 3600.0,
         sync_timeout_s: float = 600.0,
         restarts: int = 2,
+        stream: bool = False,
         **engine: Any,
     ) -> None:
         """Start the worker; `wait_ready` (or the first use) waits for it.
@@ -85,6 +89,7 @@ class VllmSampler(EngineSampler):
             initial_version: version of the folder's own weights; None refuses generation until a sync.
             start_timeout_s, generate_timeout_s, sync_timeout_s: seconds allowed for each.
             restarts: times that a worker which dies is started again within one call.
+            stream: weights go by CUDA IPC; learner and engine share a GPU.
 
         Raises:
             ConfigError: the folder cannot be sampled from with these settings.
@@ -100,6 +105,7 @@ class VllmSampler(EngineSampler):
             generate_timeout_s=generate_timeout_s,
             sync_timeout_s=sync_timeout_s,
             restarts=restarts,
+            stream=stream,
         )
 
     @property
@@ -132,3 +138,6 @@ class VllmSampler(EngineSampler):
         return WorkerProcess(
             self._settings, self._sender.fd, self._environment, self._log_path, self.sync_timeout_s
         )
+
+    def _lend(self, packed: Tensor) -> Any:
+        return ipc_handle(packed)

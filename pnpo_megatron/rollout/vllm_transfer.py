@@ -10,19 +10,21 @@ import os
 import select
 import signal
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_consumer
 
 from pnpo_megatron.rollout.messages import TensorEntry
-from pnpo_megatron.rollout.vllm_worker import load_model
+from pnpo_megatron.rollout.vllm_worker import begin_reload, end_reload, load_model
 from pnpo_megatron.rollout.weight_network import BACKEND, SERVER_PID, receive
+from pnpo_megatron.rollout.weight_transfer import verified
 
 
 class Extension:
@@ -30,42 +32,59 @@ class Extension:
 
 
 @dataclass
-class InitInfo(WeightTransferInitInfo):
-    """Nothing to agree on beforehand."""
-
-
-@dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One whole model: where its bytes are, and what they are."""
+    """Tensors, and where their bytes are: the whole model at `source`, or some of it, broadcast next.
 
-    source: dict[str, Any]
-    nbytes: int
+    No tensors: what was broadcast is the whole model.
+    """
+
     entries: list[dict[str, Any]]
+    source: dict[str, Any] | None = None
+    nbytes: int = 0
 
 
-class WholeModel(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Loads all weights in one call, so that a sync cut short never leaves a layer half loaded."""
+class Receiver(NCCLWeightTransferEngine):
+    """vLLM's NCCL engine with our manifest; without a broadcast it needs no GPU, and no communicator."""
 
-    init_info_cls = InitInfo
-    update_info_cls = UpdateInfo
-
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Every update brings its own address."""
+    update_info_cls = UpdateInfo  # type: ignore[assignment]
 
     def start_weight_update(self) -> None:
-        """`receive_weights` does it all."""
+        """The first tensors make ready for themselves."""
+        self._unset: set[str] | None = None
 
     def finish_weight_update(self) -> None:
-        """`receive_weights` did it all."""
+        """A sync that is whole has ended already, and one cut short must not end well."""
 
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Fetch the bytes, check every tensor's checksum, and load this worker's part of each."""
+    def receive_weights(self, update_info: UpdateInfo) -> None:  # type: ignore[override]
+        """Take the bytes, check every tensor's checksum, and load this worker's part of each."""
         entries = [TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in update_info.entries]
-        with receive(update_info.source, update_info.nbytes) as receiver:
-            load_model(self.model, self.model_config, receiver.tensors(entries))
+        if update_info.source is not None:
+            with receive(update_info.source, update_info.nbytes) as receiver:
+                load_model(self.model, self.model_config, receiver.tensors(entries))
+        elif entries:
+            self._receive_broadcast({entry.name: entry for entry in entries})
+        else:
+            end_reload(self.model, self.model_config, self._unset or set())
+            self.shutdown()
 
-    def shutdown(self) -> None:
-        """Nothing stays open between updates."""
+    def _receive_broadcast(self, entries: Mapping[str, TensorEntry]) -> None:
+        if self._unset is None:
+            self._unset = begin_reload(self.model)
+        unset = self._unset
+
+        def load(tensors: list[tuple[str, Tensor]]) -> None:
+            checked = [(name, verified(entries[name], tensor)) for name, tensor in tensors]
+            unset.difference_update(self.model.load_weights(checked))  # type: ignore[operator]
+
+        packed_nccl_broadcast_consumer(
+            iterator=((name, (list(one.shape), getattr(torch, one.dtype))) for name, one in entries.items()),
+            group=self.model_update_group,
+            src=0,
+            post_unpack_func=load,
+            buffer_size_bytes=self.packed_buffer_size_bytes,
+            num_buffers=self.packed_num_buffers,
+            device=self.device,
+        )
 
 
 def die_with_server(server: int) -> None:
@@ -85,4 +104,4 @@ def die_with_server(server: int) -> None:
 
 
 die_with_server(int(os.environ[SERVER_PID]))
-WeightTransferEngineFactory.register_engine(BACKEND, WholeModel)
+WeightTransferEngineFactory.register_engine(BACKEND, Receiver)

@@ -7,16 +7,28 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from pnpo_megatron.errors import RolloutError
 from pnpo_megatron.rollout.engine_driver import EngineDriver, Outbox
-from pnpo_megatron.rollout.messages import EngineSettings, Ready, SamplingValues, TensorEntry, WorkerError
-from pnpo_megatron.rollout.weight_transfer import WeightReceiver
+from pnpo_megatron.rollout.messages import (
+    BucketTaken,
+    EngineSettings,
+    LoadWeights,
+    Ready,
+    Reply,
+    SamplingValues,
+    StreamWeights,
+    WeightBucket,
+    WorkerError,
+)
+from pnpo_megatron.rollout.weight_stream import ipc_fields
+from pnpo_megatron.rollout.weight_transfer import WeightReceiver, verified
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -89,10 +101,18 @@ def build_engine(settings: EngineSettings) -> LLMEngine:
     return LLMEngine.from_engine_args(EngineArgs(**engine_arguments(settings)))
 
 
-def replace_weights(engine: LLMEngine, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Load a whole model of HF-named tensors and drop what was computed with the old one."""
-    engine.apply_model(lambda model: load_model(model, engine.vllm_config.model_config, tensors))
+def replace_weights(engine: LLMEngine, tensors: Iterable[tuple[str, Tensor]]) -> int:
+    """Load a whole model of HF-named tensors and drop what was computed with the old one; their number."""
+    names: list[str] = []
+
+    def noted() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            names.append(name)
+            yield name, tensor
+
+    engine.apply_model(lambda model: load_model(model, engine.vllm_config.model_config, noted()))
     drop_prefix_cache(engine)
+    return len(names)
 
 
 def load_model(model: nn.Module, model_config: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -101,14 +121,31 @@ def load_model(model: nn.Module, model_config: Any, tensors: Iterable[tuple[str,
     Raises:
         RolloutError: the model has parameters that no tensor set.
     """
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    unset = begin_reload(model)
+    unset -= set(model.load_weights(tensors))  # type: ignore[operator]
+    end_reload(model, model_config, unset)
+
+
+def begin_reload(model: nn.Module) -> set[str]:
+    """Make ready for a whole model's tensors; the names of the parameters that they will set."""
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     parameters = {name for name, _ in model.named_parameters()}
     prepack_experts_again(model)
     initialize_layerwise_reload(model)
-    loaded = model.load_weights(tensors)  # type: ignore[operator]
+    for layer in model.modules():  # of a reload that was cut short vLLM keeps, and counts, what came
+        info = get_layerwise_info(layer)
+        info.loaded_weights, info.load_numel = [], 0
+    return parameters
+
+
+def end_reload(model: nn.Module, model_config: Any, unset: set[str]) -> None:
+    """Put what came into use; RolloutError if parameters are `unset`."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
     finalize_layerwise_reload(model, model_config)
-    missing = parameters - set(loaded) - repack_tied_lm_head(model)
+    missing = unset - repack_tied_lm_head(model)
     if missing:
         raise RolloutError(
             f"weight sync: the engine's parameters {sorted(missing)[:3]} were set by no tensor"
@@ -150,6 +187,24 @@ def drop_prefix_cache(engine: LLMEngine) -> None:
         )
 
 
+def ipc_tensors(call: int, conn: Connection, send: Callable[[Reply], None]) -> Iterator[tuple[str, Tensor]]:
+    """Copies of what the trainer lends on the engine's GPU, bucket by bucket."""
+    from vllm.distributed.weight_transfer.packed_tensor import PackedBufferImporter, packed_ipc_consumer
+
+    importer = PackedBufferImporter()
+    while True:
+        send(BucketTaken(call))
+        bucket = conn.recv()
+        if not isinstance(bucket, WeightBucket):
+            raise EOFError  # the trainer gave the sync up, and with it the engine
+        if not bucket.entries:
+            return
+        fields, device = ipc_fields(bucket.entries), torch.cuda.current_device()
+        tensors = packed_ipc_consumer(bucket.content, **fields, device_index=device, importer=importer)
+        for entry, (name, tensor) in zip(bucket.entries, tensors, strict=True):
+            yield name, verified(entry, tensor)
+
+
 def run(control: int, weights: int) -> int:
     """Build the engine and serve the control pipe until it ends; both arguments are file descriptors."""
     conn = Connection(control)
@@ -159,8 +214,10 @@ def run(control: int, weights: int) -> int:
         engine = build_engine(conn.recv())
         receiver = WeightReceiver(weights)
 
-        def load(entries: tuple[TensorEntry, ...]) -> None:
-            replace_weights(engine, receiver.tensors(entries))
+        def load(command: LoadWeights | StreamWeights) -> int:
+            if isinstance(command, StreamWeights):
+                return replace_weights(engine, ipc_tensors(command.call, conn, outbox.send))
+            return replace_weights(engine, receiver.tensors(command.entries))
 
         import vllm
 

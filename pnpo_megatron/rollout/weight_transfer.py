@@ -79,6 +79,8 @@ def checksum(data: Tensor) -> int:
 
     One pass at the speed of a sum. All weights are odd, so no change of one word can vanish modulo 2**64.
     """
+    if data.storage_offset() % 8:
+        data = data.clone()  # cannot be read in words where it lies
     words = data[: data.numel() // 8 * 8].view(torch.int64)
     blocks = words[: words.numel() // BLOCK_WORDS * BLOCK_WORDS].view(-1, BLOCK_WORDS)
     tail = int.from_bytes(bytes(data[words.numel() * 8 :].tolist()), "little")
@@ -86,7 +88,8 @@ def checksum(data: Tensor) -> int:
 
 
 def _weighted(values: Tensor, factor: int) -> int:
-    return int((values * (torch.arange(values.numel(), dtype=torch.int64) * factor + 1)).sum())
+    places = torch.arange(values.numel(), dtype=torch.int64, device=values.device)
+    return int((values * (places * factor + 1)).sum())
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -95,6 +98,47 @@ def is_finite(tensor: Tensor) -> bool:
         return True
     total = tensor.sum(dtype=torch.float32)
     return bool(total.isfinite()) or bool(tensor.isfinite().all())
+
+
+def only_expected(
+    tensors: Iterable[tuple[str, Tensor]], expected: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, Tensor]]:
+    """The same tensors, if they are a whole model: every name of `expected` once, in its shape.
+
+    Raises:
+        RolloutError: a tensor is missing, unexpected, sent twice, or of another shape.
+    """
+    sent: dict[str, tuple[int, ...]] = {}
+    for name, tensor in tensors:
+        if name in sent or name not in expected:
+            problem = "was sent twice" if name in sent else "is not a tensor of this model"
+            raise RolloutError(f"weight sync: {name} {problem}; expected {len(expected)} HF names")
+        sent[name] = tuple(tensor.shape)
+        if sent[name] == expected[name]:
+            yield name, tensor
+    check_names(sent, expected)
+
+
+def describe(name: str, tensor: Tensor, offset: int) -> TensorEntry:
+    """The manifest's line about a contiguous tensor; RolloutError if it is not finite."""
+    if not is_finite(tensor):
+        raise RolloutError(
+            f"weight sync: {name} holds NaN or infinite values; the update before it went wrong"
+        )
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorEntry(name, tuple(tensor.shape), dtype, offset, checksum(bytes_of(tensor)))
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """[n] uint8 of a contiguous tensor."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def verified(entry: TensorEntry, tensor: Tensor) -> Tensor:
+    """The tensor, if its bytes are those that the manifest tells of."""
+    if checksum(bytes_of(tensor)) != entry.checksum:
+        raise RolloutError(f"weight sync: the bytes of {entry.name} changed on the way (checksum differs)")
+    return tensor
 
 
 class WeightSender:
@@ -117,17 +161,10 @@ class WeightSender:
             RolloutError: a tensor is missing, unexpected, sent twice, of another shape, or not finite.
         """
         entries: list[TensorEntry] = []
-        sent: dict[str, tuple[int, ...]] = {}
         offset = 0
-        for name, tensor in tensors:
-            if name in sent or name not in self.expected:
-                problem = "was sent twice" if name in sent else "is not a tensor of this model"
-                raise RolloutError(f"weight sync: {name} {problem}; expected {len(self.expected)} HF names")
-            sent[name] = tuple(tensor.shape)
-            if sent[name] == self.expected[name]:
-                entries.append(self._copy(name, tensor, offset))
-                offset += _aligned(tensor.numel() * tensor.element_size())
-        check_names(sent, self.expected)
+        for name, tensor in only_expected(tensors, self.expected):
+            entries.append(self._copy(name, tensor, offset))
+            offset += _aligned(tensor.numel() * tensor.element_size())
         return tuple(entries), offset
 
     def _copy(self, name: str, tensor: Tensor, offset: int) -> TensorEntry:
@@ -137,13 +174,7 @@ class WeightSender:
         data = self._buffer[offset : offset + nbytes]
         shared = data.view(tensor.dtype).view(tensor.shape)
         shared.copy_(tensor.detach())
-        if not is_finite(shared):
-            raise RolloutError(
-                f"weight sync: {name} holds NaN or infinite values; the update before it went wrong"
-            )
-        return TensorEntry(
-            name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), offset, checksum(data)
-        )
+        return describe(name, shared, offset)
 
     def close(self) -> None:
         """Give the memory back; it goes when the receiver lets go of it too."""
@@ -164,11 +195,7 @@ class WeightReceiver:
         for entry in entries:
             dtype = getattr(torch, entry.dtype)
             data = self._buffer[entry.offset : entry.offset + math.prod(entry.shape) * dtype.itemsize]
-            if checksum(data) != entry.checksum:
-                raise RolloutError(
-                    f"weight sync: the bytes of {entry.name} changed on the way (checksum differs)"
-                )
-            yield entry.name, data.view(dtype).view(entry.shape)
+            yield entry.name, verified(entry, data.view(dtype).view(entry.shape))
 
 
 def _aligned(nbytes: int) -> int:

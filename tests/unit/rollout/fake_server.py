@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import threading
 import time
@@ -12,8 +13,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
+
 from pnpo_megatron.rollout.messages import TensorEntry
 from pnpo_megatron.rollout.weight_network import receive
+from pnpo_megatron.rollout.weight_transfer import verified
 
 Answer = tuple[int, dict[str, Any]] | str | None
 """Status and JSON; text that is not JSON; None drops the connection."""
@@ -33,11 +37,50 @@ def tokens_of(ids: list[int], seed: int, weights: str) -> list[int]:
     return [(sum(ids) * 7 + seed * 3 + version * 5 + i) % 50 for i in range(1 + seed % 3)]
 
 
+class Air:
+    """Stands for a `Broadcaster` and the workers' end of it: as NCCL, nobody goes on before all are there."""
+
+    def __init__(self, workers: int) -> None:
+        self.size, self.ranks, self.left = workers + 1, {0}, False
+        self.packed = torch.empty(0)
+        self.sent: list[torch.Tensor] = []
+        self._here, self._round, self._change = 0, 0, threading.Condition()
+        Air.last = self
+
+    last: Air
+
+    def invitation(self, first_rank: int) -> dict[str, Any]:
+        return {"rank_offset": first_rank, "world_size": self.size}
+
+    def join(self) -> None:
+        self.meet(1)
+
+    def broadcast(self, packed: torch.Tensor) -> None:
+        self.packed = packed
+        self.sent.append(packed)
+        self.meet(1)
+        self.meet(1)
+
+    def abort(self) -> None:
+        with self._change:
+            self.left = True
+            self._change.notify_all()
+
+    def meet(self, count: int) -> None:
+        with self._change:
+            now, self._here = self._round, self._here + count
+            if self._here == self.size:
+                self._here, self._round = 0, self._round + 1
+                self._change.notify_all()
+            elif not self._change.wait_for(lambda: self._round > now or self.left, 10) or self._round == now:
+                raise RuntimeError("somebody did not come")
+
+
 class FakeServer:
     """``with FakeServer() as server``: listens on a free port of `host`."""
 
     def __init__(self, host: str = "127.0.0.1") -> None:
-        self.host, self.port = host, 0
+        self.host, self.port, self.workers = host, 0, 1
         self.weights = "default"
         self.settings = SETTINGS
         self.asked: list[dict[str, Any]] = []
@@ -132,12 +175,18 @@ class FakeServer:
             return 200, {"vllm_config": self.settings}
         if route == "/version":
             return 200, {"version": "0.0"}
+        if route == "/get_world_size":
+            return 200, {"world_size": self.workers}
         if route == "/weight_info":
             return 200, {"weight_version": self.weights}
         self.routes.append(route)
         if self.refuse.get(route):
             status, message = self.refuse[route].popleft()
             return status, {"error": {"message": message}}
+        if route == "/init_weight_transfer_engine":
+            first = body["init_info"]["rank_offset"]
+            Air.last.ranks |= set(range(first, first + self.workers))
+            Air.last.meet(self.workers)
         if route == "/update_weights":
             self._update(body["update_info"])
         if route == "/finish_weight_update" and body:
@@ -182,5 +231,22 @@ class FakeServer:
 
     def _update(self, info: dict[str, Any]) -> None:
         entries = [TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in info["entries"]]
+        if "source" not in info:
+            self._receive_broadcast(entries)
+            return
         with receive(info["source"], info["nbytes"]) as receiver:
             self.received.append({name: tensor.tolist() for name, tensor in receiver.tensors(entries)})
+
+    def _receive_broadcast(self, entries: list[TensorEntry]) -> None:
+        """As vLLM cuts packed bytes: one tensor after the other, no gaps."""
+        if not entries:
+            return
+        Air.last.meet(self.workers)
+        dtypes = [getattr(torch, entry.dtype) for entry in entries]
+        sizes = [math.prod(one.shape) * dtype.itemsize for one, dtype in zip(entries, dtypes, strict=True)]
+        parts = Air.last.packed.split(sizes)
+        self.received.append({
+            entry.name: verified(entry, part.clone().view(dtype).view(entry.shape)).tolist()
+            for entry, part, dtype in zip(entries, parts, dtypes, strict=True)
+        })  # fmt: skip
+        Air.last.meet(self.workers)

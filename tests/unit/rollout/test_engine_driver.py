@@ -90,13 +90,17 @@ class FakePipe:
         return self.commands.popleft()
 
 
+def number(command: LoadWeights) -> int:
+    return len(command.entries)
+
+
 def make_driver(
-    engine: FakeEngine, send: Callable[[Any], None] = lambda reply: None, load: Callable[[Any], None] = len
+    engine: FakeEngine, send: Callable[[Any], None] = lambda reply: None, load: Callable[[Any], int] = number
 ) -> EngineDriver:
     return EngineDriver(engine, sampling_fields, load, send)
 
 
-def serve(*commands: Any, engine: FakeEngine | None = None, load: Callable[[Any], Any] = len) -> list[Any]:
+def serve(*commands: Any, engine: FakeEngine | None = None, load: Callable[[Any], int] = number) -> list[Any]:
     replies: list[Any] = []
     with pytest.raises(EOFError):
         make_driver(engine or FakeEngine(), replies.append, load).serve(FakePipe(commands))  # type: ignore[arg-type]
@@ -137,8 +141,9 @@ def test_h32_the_version_is_in_force_only_after_weights_and_cache_reset() -> Non
     loaded, group, _ = serve(LoadWeights(1, 5, (), 0), generate)
     assert isinstance(loaded, WeightsLoaded) and (loaded.version, group.version) == (5, 5)
 
-    def refuse(entries: Any) -> None:
+    def refuse(command: Any) -> int:
         drop_prefix_cache(SimpleNamespace(reset_prefix_cache=lambda: False))  # type: ignore[arg-type]
+        return 0
 
     error, group, _ = serve(LoadWeights(1, 6, (), 0), generate, load=refuse)
     assert isinstance(error, WorkerError) and "prefix cache" in error.message
@@ -209,3 +214,4 @@ def test_a_reset_that_works_is_silent() -> None:
     drop_prefix_cache(SimpleNamespace(reset_prefix_cache=lambda: True))  # type: ignore[arg-type]
     with pytest.raises(RolloutError, match="prefix cache"):
         drop_prefix_cache(SimpleNamespace(reset_prefix_cache=lambda: False))  # type: ignore[arg-type]
+        return 0
