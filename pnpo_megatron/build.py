@@ -16,23 +16,20 @@ from pnpo_megatron.config import Config
 from pnpo_megatron.convert.architecture import Architecture
 from pnpo_megatron.convert.hf_folder import HfFolder
 from pnpo_megatron.convert.stream import load_hf_weights
-from pnpo_megatron.data.mixture import Mixture, make_source
-from pnpo_megatron.data.prompts import LoadedPrompts, PromptSource, load_prompts
+from pnpo_megatron.data.order import Mixture, PromptSource, make_source
+from pnpo_megatron.data.prompts import LoadedPrompts, load_prompts
 from pnpo_megatron.data.templates import load_tokenizer
 from pnpo_megatron.errors import ConfigError
 from pnpo_megatron.eval.benchmarks import Benchmark, load_benchmark
 from pnpo_megatron.eval.evaluate import check_request
 from pnpo_megatron.parallel.groups import ParallelGroups
+from pnpo_megatron.parallel.settings import ParallelSettings, check_layout
 from pnpo_megatron.policy.learner import LearnerSettings, MegatronLearner
-from pnpo_megatron.policy.model import build_model, check_layout, experts_overrides
+from pnpo_megatron.policy.megatron_config import experts_overrides
+from pnpo_megatron.policy.model import build_model
 from pnpo_megatron.policy.offload import LearnerMemory
 from pnpo_megatron.policy.optimizer import OptimizerSettings
-from pnpo_megatron.policy.process_groups import (
-    ParallelSettings,
-    initialize_parallel,
-    make_deterministic,
-    start_distributed,
-)
+from pnpo_megatron.policy.process_groups import initialize_parallel, make_deterministic, start_distributed
 from pnpo_megatron.reward.pool import RewardPool
 from pnpo_megatron.reward.worker import load_function
 from pnpo_megatron.rollout.colocation import Turns

@@ -1,19 +1,15 @@
-"""Prompt files to distinct, tokenised prompts, and the seeded order in which a run draws them."""
+"""Prompt files to distinct, tokenised prompts."""
 
 from __future__ import annotations
 
-import copy
-import hashlib
-import random
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from pnpo_megatron.data.sources import Message, Row, read_rows
 from pnpo_megatron.data.templates import Template
-from pnpo_megatron.errors import ConfigError, DataError
-from pnpo_megatron.seeds import derive_seed
+from pnpo_megatron.errors import DataError
 from pnpo_megatron.types import Prompt
 
 
@@ -161,112 +157,3 @@ def make_prompt(row: Row, template: Template) -> Prompt:
         reasoning_open=rendered.reasoning_open,
         meta=row.meta,
     )
-
-
-class PromptSource:
-    """Draws prompts in a seeded order, pass after pass; its position is part of the run state (TRAPS H31).
-
-    Every data pass holds every prompt once. One batch never holds a prompt twice: at the border of two
-    passes, a prompt that the batch already holds waits for the next batch.
-    """
-
-    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool = True) -> None:
-        """`shuffle` False keeps the file's order in every pass."""
-        self._prompts = list(prompts)
-        self._seed = seed
-        self._shuffle = shuffle
-        self._pass, self._offset = 0, 0
-        self._deferred: list[int] = []
-        self._order = self._order_of(0)
-        self._fingerprint = _fingerprint(self._prompts, seed, shuffle)
-
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    def take(self, n: int, exclude: Collection[str] = ()) -> list[Prompt]:
-        """The next n prompts, all different.
-
-        Args:
-            exclude: ids that a batch to refill holds already: none of them comes, and fewer than n prompts
-                if there are no more.
-
-        Raises:
-            ConfigError: there are not that many different prompts, without `exclude`.
-        """
-        excluded = set(exclude)
-        usable = (
-            sum(prompt.id not in excluded for prompt in self._prompts) if excluded else len(self._prompts)
-        )
-        n = min(n, usable) if excluded else n
-        if not excluded and not 0 < n <= usable:
-            raise ConfigError(
-                f"a batch of {n} different prompts was asked for and {usable} are there; "
-                f"use rollout.prompts = {max(usable, 1)} or fewer, or a longer prompt file"
-            )
-        taken: list[int] = []
-        waiting, self._deferred = self._deferred, []
-        held: set[int] = set()
-        while len(taken) < n:
-            index = waiting.pop(0) if waiting else self._advance()
-            if index in held or self._prompts[index].id in excluded:
-                self._deferred.append(index)
-            else:
-                held.add(index)
-                taken.append(index)
-        self._deferred += waiting
-        return [self._prompts[index] for index in taken]
-
-    def fork(self) -> PromptSource:
-        """An order that goes on from here, while this one stays."""
-        twin = copy.copy(self)
-        twin.restore(self.position)
-        return twin
-
-    @property
-    def position(self) -> dict[str, Any]:
-        """Where the order stands: JSON values only."""
-        return {
-            "pass": self._pass,
-            "offset": self._offset,
-            "deferred": list(self._deferred),
-            "fingerprint": self._fingerprint,
-        }
-
-    def restore(self, position: Mapping[str, Any]) -> None:
-        """Go on from a saved position. Batches may have another size from here on: the order does not
-        depend on it.
-
-        Raises:
-            ConfigError: the position was saved with other prompts, another seed or another order.
-        """
-        if position["fingerprint"] != self._fingerprint:
-            raise ConfigError(
-                "the checkpoint was written with other prompts, another seed or another data.shuffle: the "
-                "data position does not fit. Use the prompt file and settings of that run, or start a new "
-                "run folder"
-            )
-        self._pass, self._offset = int(position["pass"]), int(position["offset"])
-        self._deferred = [int(index) for index in position["deferred"]]
-        self._order = self._order_of(self._pass)
-
-    def _advance(self) -> int:
-        if self._offset == len(self._order):
-            self._pass, self._offset = self._pass + 1, 0
-            self._order = self._order_of(self._pass)
-        index = self._order[self._offset]
-        self._offset += 1
-        return index
-
-    def _order_of(self, data_pass: int) -> list[int]:
-        order = list(range(len(self._prompts)))
-        if self._shuffle:
-            random.Random(derive_seed(self._seed, "data", data_pass)).shuffle(order)
-        return order
-
-
-def _fingerprint(prompts: Sequence[Prompt], seed: int, shuffle: bool) -> str:
-    """Names the prompts (ids, tokens and golds, so the template too), the seed and the order."""
-    digest = hashlib.sha256(f"{seed}:{shuffle}".encode())
-    for prompt in prompts:
-        digest.update(repr((prompt.id, prompt.token_ids, prompt.answer)).encode())
-    return digest.hexdigest()[:16]

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from pnpo_megatron.build import Live
 from pnpo_megatron.config import Config
-from pnpo_megatron.data.mixture import Mixture
-from pnpo_megatron.data.prompts import PromptSource
+from pnpo_megatron.data.order import Mixture, PromptSource
 from pnpo_megatron.errors import RolloutError
 from pnpo_megatron.loop import Metrics
 from pnpo_megatron.resume import HARMLESS

@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 from toy_tokenizer import toy_tokenizer
 
-from pnpo_megatron.data.mixture import Mixture, make_source
-from pnpo_megatron.data.prompts import PromptSource, load_prompts
+from pnpo_megatron.data.order import Mixture, PromptSource, make_source
+from pnpo_megatron.data.prompts import load_prompts
 from pnpo_megatron.errors import ConfigError, DataError
 from pnpo_megatron.types import Prompt
 

@@ -11,7 +11,8 @@ import pytest
 from pyarrow import parquet
 from toy_tokenizer import toy_tokenizer
 
-from pnpo_megatron.data.prompts import PromptSource, load_prompts
+from pnpo_megatron.data.order import PromptSource
+from pnpo_megatron.data.prompts import load_prompts
 from pnpo_megatron.errors import ConfigError, DataError
 from pnpo_megatron.eval.benchmarks import load_benchmark
 from pnpo_megatron.types import Prompt

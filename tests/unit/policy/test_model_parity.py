@@ -22,20 +22,11 @@ from pnpo_megatron.convert.layouts import Sizes
 from pnpo_megatron.convert.stream import load_hf_weights
 from pnpo_megatron.errors import ConfigError, ConversionError
 from pnpo_megatron.parallel.groups import ParallelGroups
+from pnpo_megatron.parallel.settings import ParallelSettings, stage_layout
 from pnpo_megatron.parallel.vocab_logprobs import chunked_logprobs
-from pnpo_megatron.policy.model import (
-    build_model,
-    hidden_states,
-    output_weight,
-    stage_layout,
-    transformer_config,
-)
-from pnpo_megatron.policy.process_groups import (
-    ParallelSettings,
-    initialize_parallel,
-    release_parallel,
-    start_distributed,
-)
+from pnpo_megatron.policy.megatron_config import transformer_config
+from pnpo_megatron.policy.model import build_model, hidden_states, output_weight
+from pnpo_megatron.policy.process_groups import initialize_parallel, release_parallel, start_distributed
 
 YARN = {
     "rope_type": "yarn",

@@ -12,7 +12,8 @@ from hf_models import make_hf_model, save_hf_model
 from pnpo_megatron.convert.architecture import Architecture
 from pnpo_megatron.convert.hf_folder import HfFolder
 from pnpo_megatron.errors import ConfigError, ConversionError
-from pnpo_megatron.policy.model import check_layout, transformer_config
+from pnpo_megatron.parallel.settings import check_layout
+from pnpo_megatron.policy.megatron_config import transformer_config
 from pnpo_megatron.policy.process_groups import ParallelSettings
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from pnpo_megatron.data.batching import mini_batches
+from pnpo_megatron.data.order import PromptSource
 from pnpo_megatron.data.packing import flatten, pack
 from pnpo_megatron.data.partition import Layout
-from pnpo_megatron.data.prompts import PromptSource
 from pnpo_megatron.errors import DataError, NoResponsesError, RewardFaultError, RolloutError
 from pnpo_megatron.rollout.collect import CollectSettings, Overlong, collect
 from pnpo_megatron.rollout.store import RolloutStore
