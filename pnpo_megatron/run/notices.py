@@ -9,9 +9,9 @@ import torch
 
 from pnpo_megatron.algorithm.presets import objective_settings
 from pnpo_megatron.analysis.gate_model import gate_width_in_sigmas
-from pnpo_megatron.build import LOSS_KEYS, Inputs
 from pnpo_megatron.config import Config
 from pnpo_megatron.eval.overlap import in_prompts, warning
+from pnpo_megatron.inputs import LOSS_KEYS, Inputs
 from pnpo_megatron.rollout.probe import advice_for, self_check
 from pnpo_megatron.types import RolloutBatch
 

@@ -17,6 +17,7 @@ from pnpo_megatron.algorithm.correction import Correction
 from pnpo_megatron.analysis.token_dump import token_arrays, write_tokens
 from pnpo_megatron.checkpoints import Checkpoints, Start
 from pnpo_megatron.config import Config
+from pnpo_megatron.inputs import read_inputs
 from pnpo_megatron.loop import Metrics, Parts, Plan, Position, train
 from pnpo_megatron.monitor import Monitor
 from pnpo_megatron.parallel.rank_zero import any_rank, from_rank_zero
@@ -59,7 +60,7 @@ def run_training(
         return True
     start = Start(chosen, allow_change)
     start.check(config)
-    inputs = build.read_inputs(config)
+    inputs = read_inputs(config)
     with (
         build.live_parts(config, inputs) as live,
         Watch(
