@@ -18,6 +18,8 @@ class RunConfig(Section):
     folder: Path = Path("runs/pnpo")
     deterministic: bool = False
     """GPUs only: bitwise resume, slower kernels. CPU runs always repeat bit for bit."""
+    gradient_cosine: bool = False
+    """Log the cosine of later epochs' gradients with the first epoch's; holds one more gradient in memory."""
     timeout_s: PositiveFloat = 1800.0
     """Longest wait of a rank for its peers (collectives of the learner)."""
     silence_s: NonNegativeFloat = 20.0

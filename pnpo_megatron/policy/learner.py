@@ -27,6 +27,7 @@ from pnpo_megatron.parallel.prefix_scan import ratio_stats
 from pnpo_megatron.parallel.reduce import max_over
 from pnpo_megatron.parallel.vocab_logprobs import chunked_logprobs
 from pnpo_megatron.policy.forward import MicroBatch, Work, cut, layout_of, run_schedule
+from pnpo_megatron.policy.gradient_memory import FirstEpochGradient
 from pnpo_megatron.policy.loss_scale import loss_scale
 from pnpo_megatron.policy.model import output_weight
 from pnpo_megatron.policy.optimizer import (
@@ -66,6 +67,8 @@ class LearnerSettings:
     padded: bool = False
     logprob_chunk: int = 1024
     """Tokens that go through the output layer at once."""
+    gradient_cosine: bool = False
+    """Compare later epochs' gradients with the first's; holds one more gradient."""
 
     def __post_init__(self) -> None:
         if not self.temperature > 0.0:
@@ -91,6 +94,7 @@ class MegatronLearner:
         self.optimizer: MegatronOptimizer = make_optimizer(self.chunks, optimizer)
         self.config: Any = get_model_config(self.chunks[0])
         self.device: torch.device = next(self.chunks[0].parameters()).device
+        self.first_epoch = FirstEpochGradient(self.optimizer) if settings.gradient_cosine else None
         self.token_dump: TokenDump | None = None
         """Set it to see every token of the updates that follow."""
         self.routing = Routing(
@@ -150,6 +154,7 @@ class MegatronLearner:
         idle = _nothing_to_learn(mini_batch)
         total, spread = self._forward_backward(work, mini_batch, objective, forward_only=idle)
         norm = 0.0 if idle else gradient_norm(self.optimizer)
+        cosine = self.first_epoch.compare(mini_batch.indices, step, norm) if self.first_epoch else {}
         reason = self._agree(skip_reason(total), norm)
         if not reason:
             apply_gradient(self.optimizer, self.optimizer_settings.clip_grad, norm)
@@ -159,6 +164,7 @@ class MegatronLearner:
             **spread,
             **self.routing.metrics(),
             "grad_norm": norm,
+            **cosine,
             "lr": rate,
             "update/skipped": float(reason != 0),
             "update/skip_reason": float(reason),

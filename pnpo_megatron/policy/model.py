@@ -23,6 +23,7 @@ from pnpo_megatron.convert.architecture import Architecture
 from pnpo_megatron.parallel.settings import ParallelSettings, padded_vocab_size
 from pnpo_megatron.policy.latent import latent_block_spec
 from pnpo_megatron.policy.megatron_config import transformer_config
+from pnpo_megatron.policy.rotary import use_packed_rotary
 from pnpo_megatron.policy.spec import block_spec, uses_transformer_engine
 from pnpo_megatron.types import PackedBatch
 
@@ -99,6 +100,7 @@ def build_model(
     Raises:
         ConfigError, ConversionError: a setting or architecture that cannot be built.
     """
+    use_packed_rotary()
     overrides = {"attention_backend": AttnBackend[attention_backend], **overrides}
     config = transformer_config(arch, parallel, dtype=dtype, recompute=recompute, **overrides)
     virtual: Sequence[int | None] = (

@@ -25,6 +25,9 @@ from pnpo_megatron.policy import loss_scale
 
 SCHEDULES = ("constant", "cosine", "linear")
 
+PIECE = 1 << 20
+"""Numbers of a gradient that are copied to float64 at a time."""
+
 
 @dataclass(frozen=True)
 class OptimizerSettings:
@@ -181,18 +184,22 @@ def gradient_norm(optimizer: MegatronOptimizer) -> float:
     optimizer.prepare_grads()
     total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
     for part in optimizer.chained_optimizers:
-        copies = dist.get_world_size() / dist.get_world_size(part.get_grad_stats_parallel_group())
-        total += _sum_of_squares(part.get_main_grads_for_grad_norm()) / copies
+        total += _sum_of_squares(part.get_main_grads_for_grad_norm()) / copies_of(part)
     dist.all_reduce(total)
     squares = float(total)
     return math.inf if squares > torch.finfo(torch.float32).max else math.sqrt(squares)  # Adam squares it too
+
+
+def copies_of(part: MegatronOptimizer) -> float:
+    """How many ranks hold each number that `part` counts in a gradient's norm."""
+    return dist.get_world_size() / dist.get_world_size(part.get_grad_stats_parallel_group())
 
 
 def _sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
     """Scalar float64; in pieces, so that no gradient is copied whole."""
     total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
     for gradient in gradients:
-        for piece in gradient.reshape(-1).split(1 << 20):
+        for piece in gradient.reshape(-1).split(PIECE):
             total += piece.double().square().sum()  # adds in pairs; a dot product loses 1e-12
     return total
 

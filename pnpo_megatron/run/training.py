@@ -115,6 +115,8 @@ class Run:
         say = self.monitor.say
         self.batches = Batches(config, live, self.store, state.ahead if state else "", say)
         self.weight_sync = WeightSync(config, live, self.batches.finish_ahead, say)
+        if self.position.batch and live.learner.first_epoch:
+            live.learner.first_epoch.unknown_step = self.position.batch.step
         self._dump_step = dump_tokens
         self._profile_step = profile
         self._dumped: dict[str, Tensor] = {}

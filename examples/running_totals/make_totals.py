@@ -1,6 +1,6 @@
 """Makes base/ and data/ of this example: examples/arithmetic_cpu/make_base.py with the task of totals.py.
 
-python make_base.py            # some minutes on one core
+python make_totals.py          # some minutes on one core
 """
 
 import sys
