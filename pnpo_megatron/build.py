@@ -15,7 +15,6 @@ from pnpo_megatron.data.order import Mixture, PromptSource, make_source
 from pnpo_megatron.inputs import Inputs, experts_settings
 from pnpo_megatron.inputs import read_inputs as read_inputs
 from pnpo_megatron.parallel.groups import ParallelGroups
-from pnpo_megatron.parallel.settings import ParallelSettings
 from pnpo_megatron.policy.learner import LearnerSettings, MegatronLearner
 from pnpo_megatron.policy.model import build_model
 from pnpo_megatron.policy.offload import LearnerMemory
@@ -84,7 +83,7 @@ def live_parts(
             sampler, rewards = running or stack.enter_context(rollout_parts(config, inputs))
         turns = _first_turn(sampler) if config.rollout.colocated else None
         groups = initialize_parallel(
-            ParallelSettings(**config.parallel.model_dump()),
+            inputs.parallel,
             seed=config.seed,
             timeout_s=config.run.timeout_s,
             control_timeout_s=_longest_work_of_rank_zero(config),
@@ -118,7 +117,7 @@ def build_learner(config: Config, inputs: Inputs, groups: ParallelGroups) -> Meg
     """Megatron's model with the folder's weights, its optimizer, and what turns batches into updates."""
     chunks = build_model(
         inputs.architecture,
-        ParallelSettings(**config.parallel.model_dump()),
+        inputs.parallel,
         dtype=DTYPES[config.model.dtype],
         recompute=config.model.recompute,
         attention_backend=config.model.attention_backend,

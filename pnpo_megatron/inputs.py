@@ -34,6 +34,7 @@ class Inputs:
 
     folder: HfFolder
     architecture: Architecture
+    parallel: ParallelSettings
     tokenizer: Any
     loaded: LoadedPrompts
     benchmarks: list[Benchmark]
@@ -59,7 +60,8 @@ def read_inputs(config: Config) -> Inputs:
             "use false"
         )
     _check_weight_transfer(config)
-    folder = _read_model(config)
+    parallel = ParallelSettings(**config.parallel.model_dump())
+    folder = _read_model(config, parallel)
     _check_reward(config.reward.function)
     tokenizer = load_tokenizer(folder.path)
     data, rollout = config.data, config.rollout
@@ -83,6 +85,7 @@ def read_inputs(config: Config) -> Inputs:
     return Inputs(
         folder=folder,
         architecture=folder.architecture,
+        parallel=parallel,
         tokenizer=tokenizer,
         loaded=loaded,
         benchmarks=benchmarks,
@@ -105,7 +108,7 @@ def _check_weight_transfer(config: Config) -> None:
         )
 
 
-def _read_model(config: Config) -> HfFolder:
+def _read_model(config: Config, parallel: ParallelSettings) -> HfFolder:
     """The model folder, if it is whole, long enough, and fits the layout and the ranks."""
     if not config.model.hf.is_dir():
         raise ConfigError(
@@ -121,7 +124,6 @@ def _read_model(config: Config) -> HfFolder:
             f"positions; use a max_response_tokens of {positions - config.rollout.max_prompt_tokens} or less"
         )
     folder.check_complete()
-    parallel = ParallelSettings(**config.parallel.model_dump())
     check_layout(folder.architecture, parallel)
     experts_settings(config, folder.architecture)
     parallel.data_size(int(os.environ.get("WORLD_SIZE", "1")))

@@ -43,13 +43,6 @@ class ParallelSettings:
                 f"parallel.expert = {self.expert} does not divide tensor x context x data = "
                 f"{data * self.context * self.tensor} ranks; use a divisor of that"
             )
-        if self.sequence and self.tensor == 1:
-            raise ConfigError("parallel.sequence = true needs parallel.tensor above 1; set it to false")
-        if self.virtual_pipeline > 1 and self.pipeline == 1:
-            raise ConfigError(
-                f"parallel.virtual_pipeline = {self.virtual_pipeline} needs parallel.pipeline above 1; set "
-                f"it to 1"
-            )
         return data
 
 

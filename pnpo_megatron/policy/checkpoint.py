@@ -28,13 +28,8 @@ from pnpo_megatron.convert.hf_headers import read_json
 from pnpo_megatron.convert.stream import unwrapped
 from pnpo_megatron.errors import ConversionError
 from pnpo_megatron.parallel.groups import ParallelGroups
-from pnpo_megatron.policy.checkpoint_save import (
-    ARCHITECTURE_FILE,
-    CheckpointSave,
-    model_layout,
-    sharded_state,
-    without_deprecations,
-)
+from pnpo_megatron.policy.checkpoint_plan import model_layout, sharded_state, without_deprecations
+from pnpo_megatron.policy.checkpoint_save import ARCHITECTURE_FILE, CheckpointSave
 from pnpo_megatron.policy.checkpoint_save import HF_FILES as HF_FILES
 
 _PICKLED = {

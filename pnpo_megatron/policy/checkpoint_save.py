@@ -8,12 +8,10 @@ full disk is an error that all ranks agree on.
 
 from __future__ import annotations
 
-import io
 import json
 import queue
 import shutil
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -21,15 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer import MegatronOptimizer
 
 from pnpo_megatron.convert.architecture import Architecture
@@ -40,6 +32,7 @@ from pnpo_megatron.errors import CheckpointError
 from pnpo_megatron.manifest import Digest, digest, write_manifest
 from pnpo_megatron.parallel.groups import ParallelGroups
 from pnpo_megatron.parallel.rank_zero import from_rank_zero, gather_from_all
+from pnpo_megatron.policy.checkpoint_plan import plan_save, storage_of
 from pnpo_megatron.policy.random_state import random_file, random_state, write_random_state
 
 ARCHITECTURE_FILE = "architecture.json"
@@ -83,13 +76,11 @@ class CheckpointSave:
         self._written: list[Any] = []
         self._digests: dict[str, Digest] = {}
         self._on_rank_zero(lambda: _make_empty(self._partial))
-        self._plan, self._common = _Plan("torch_dist", 1, thread_count=1), _CommonInMemory("torch", 1)
-        _finish_parameter_gather(chunks)
-        self._make_plan(chunks, optimizer, portable)
+        self._plan = plan_save(self._partial, chunks, optimizer, groups, portable=portable)
         self._random = random_state()
         self._buckets = FileSystemWriterAsync.preload_tensors(self._plan.writer.write_buckets, False)
         if background:
-            self._buckets = [_copied(bucket, self._storages) for bucket in self._buckets]
+            self._buckets = [_copied(bucket, self._plan.storages) for bucket in self._buckets]
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         if background:
             self._thread.start()
@@ -127,29 +118,6 @@ class CheckpointSave:
         digests = {name: entry for _, _, part in ranks for name, entry in part.items()}
         self._on_rank_zero(lambda: self._publish(results, digests))
 
-    def _make_plan(
-        self, chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer | None, portable: bool
-    ) -> None:
-        register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, self._common)
-        if filesystem_async._results_queue is None:  # else Megatron starts a manager process that is not used
-            filesystem_async._results_queue = queue.Queue()
-        content = {
-            "portable": portable,
-            "has_optimizer": optimizer is not None,
-            "layout": model_layout(self._groups, chunks),
-        }
-        with without_deprecations():
-            state = sharded_state(chunks, optimizer, portable=portable, is_loading=False)
-            tensors = [getattr(one, "data", None) for one in nested_values(state)]
-            self._storages = {_storage(one) for one in tensors if isinstance(one, torch.Tensor)}
-            dist_checkpointing.save(
-                state,
-                str(self._partial),
-                sharded_strategy=self._plan,
-                async_sharded_save=True,
-                content_metadata=content,
-            )
-
     def _write(self) -> None:
         """This rank's files, and on rank 0 the small ones. No collective; an error is told by `finish`."""
         try:
@@ -171,7 +139,7 @@ class CheckpointSave:
         self._buckets = []
 
     def _write_small_files(self) -> None:
-        (self._partial / COMMON_STATE_FNAME).write_bytes(self._common.content)
+        (self._partial / COMMON_STATE_FNAME).write_bytes(self._plan.common)
         save_config(CheckpointingConfig("torch_dist", 1), str(self._partial))
         write_description(self._partial, self._arch, self._source)
         if self._write_more is not None:
@@ -210,30 +178,6 @@ class CheckpointSave:
             raise CheckpointError(failure)
 
 
-class _Plan(TorchDistSaveShardedStrategy):
-    """Megatron's plan of who writes what; the writing is ours."""
-
-    writer: Any
-    metadata: Any
-
-    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
-        self.writer, self.metadata = writer, save_state_dict_ret[1]
-        writer.write_buckets = writer.write_buckets or []  # a rank that holds only copies writes nothing
-        return AsyncRequest(None, (), [])
-
-
-class _CommonInMemory(TorchCommonSaveStrategy):
-    """What is the same on every rank: kept until the other files are written."""
-
-    content = b""
-
-    def save_common(self, common_state_dict: Any, checkpoint_dir: Any) -> None:
-        """Megatron's hook."""
-        buffer = io.BytesIO()
-        torch.save(common_state_dict, buffer)
-        self.content = buffer.getvalue()
-
-
 def _write_bucket(index: int, bucket: Any, writer: Any) -> list[Any]:
     """One file, flushed to the disk; the places of its tensors."""
     results: queue.Queue[Any] = queue.Queue()
@@ -255,10 +199,6 @@ def _room(folder: Path) -> str:
     return f"{free / 2**20:,.1f} MiB are free there{', so the disk is full' if free < 2**20 else ''}"
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
 def _copied(bucket: Any, live: set[int]) -> Any:
     """A bucket that training cannot change any more.
 
@@ -266,7 +206,7 @@ def _copied(bucket: Any, live: set[int]) -> Any:
     copied here.
     """
     path, name, (values, tensors) = bucket
-    copies = [(item, one.clone() if _storage(one) in live else one) for item, one in tensors]
+    copies = [(item, one.clone() if storage_of(one) in live else one) for item, one in tensors]
     return path, name, (values, copies)
 
 
@@ -295,49 +235,6 @@ def files_of(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
-def model_layout(groups: ParallelGroups, chunks: Sequence[torch.nn.Module]) -> dict[str, int]:
-    """The sizes that a checkpoint which is not portable is bound to."""
-    return {
-        "tensor": groups.tp_size,
-        "pipeline": groups.pp_size,
-        "virtual_pipeline": len(chunks),
-        "expert": groups.ep_size,
-    }
-
-
-def sharded_state(
-    chunks: Sequence[torch.nn.Module],
-    optimizer: MegatronOptimizer | None,
-    *,
-    portable: bool,
-    is_loading: bool,
-) -> dict[str, Any]:
-    """Megatron's description of the global tensors and of this rank's share in them."""
-    metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable" if portable else "dp_reshardable",
-        "chained_optim_avoid_prefix": True,  # names that do not depend on how many optimizers there are
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
-    # The model inside: DDP would put "module." before every name.
-    state: dict[str, Any] = {
-        f"model{index}": unwrapped(chunk).sharded_state_dict(metadata=metadata)  # type: ignore[operator]
-        for index, chunk in enumerate(chunks)
-    }
-    if optimizer is not None:
-        state["optimizer"] = optimizer.sharded_state_dict(
-            dict(state), is_loading=is_loading, metadata=metadata
-        )
-    return state
-
-
-def _finish_parameter_gather(chunks: Sequence[Any]) -> None:
-    """Parameters that `overlap_param_gather` still has on the way would be saved a step too old."""
-    for chunk in chunks:
-        settings = getattr(chunk, "ddp_config", None)
-        if settings is not None and settings.overlap_param_gather:
-            chunk.start_param_sync(force_sync=True)
-
-
 @contextmanager
 def without_crc() -> Iterator[None]:
     """torch.save without a CRC-32 of all data, which takes as long as writing it: a manifest has SHA-256."""
@@ -347,11 +244,3 @@ def without_crc() -> Iterator[None]:
         yield
     finally:
         torch.serialization.set_crc32_options(before)
-
-
-@contextmanager
-def without_deprecations() -> Iterator[None]:
-    """Megatron 0.16 uses names that torch 2.13 warns about; nobody here can act on them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        yield

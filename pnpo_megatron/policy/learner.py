@@ -16,7 +16,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from pnpo_megatron.algorithm.diagnostics import Tally, renormalised, skip_reason, summarise, tally
-from pnpo_megatron.algorithm.objective import Objective, TokenTerms, policy_loss
+from pnpo_megatron.algorithm.objective import Objective, policy_loss
 from pnpo_megatron.convert.architecture import Architecture
 from pnpo_megatron.convert.stream import export_hf
 from pnpo_megatron.data.partition import Layout
@@ -53,8 +53,9 @@ SKIP_REASONS = (
 """`update/skip_reason` is an index into it (DECISIONS: an update is skipped)."""
 _NOT_FINITE = (4, 5)
 
+DUMPED = ("policy_logprobs", "log_weight", "keep")
 TokenDump = Callable[[MiniBatch, Mapping[str, list[Tensor]]], None]
-"""Receives "policy_logprobs", "log_weight" (float32) and "keep" (0 or 1) per sequence, [n], token-aligned."""
+"""Receives `DUMPED`, float32, per sequence, [n], token-aligned; keep is 0 or 1."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ class MegatronLearner:
             The tally of the whole mini-batch, on the host, and quantiles of its weights.
         """
         scale = loss_scale(self.config, list(work.all_tokens), cp_rank=self.groups.cp_rank)
-        tokens: list[tuple[MicroBatch, Tensor, TokenTerms]] = []
+        dumped: dict[str, list[tuple[MicroBatch, Tensor]]] = {name: [] for name in DUMPED}
 
         def last_stage(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
             packed = micro_batch.packed
@@ -228,7 +229,10 @@ class MegatronLearner:
             )
             loss, terms = policy_loss(objective, policy, stats, packed.advantages, packed.loss_share)
             if self.token_dump is not None:
-                tokens.append((micro_batch, logprobs.detach(), terms))
+                at = micro_batch.slots
+                columns = logprobs.detach(), terms.log_weight[at], terms.keep[at]
+                for name, column in zip(DUMPED, columns, strict=True):
+                    dumped[name].append((micro_batch, column))
             counted = tally(
                 loss,
                 stats,
@@ -249,7 +253,10 @@ class MegatronLearner:
         )
         self.routing.release()
         if self.token_dump is not None:
-            self.token_dump(mini_batch, self._dumped(work, tokens))
+            whole = {
+                name: whole_sequences(work, parts, self.groups, self.device) for name, parts in dumped.items()
+            }
+            self.token_dump(mini_batch, whole)
         spread = weight_quantiles([weights for _, weights in results], self.groups, self.device)
         total = whole_tally([counted for counted, _ in results], self.groups, self.device)
         if objective.renormalise:
@@ -265,19 +272,6 @@ class MegatronLearner:
             code = SKIP_REASONS.index("gradient is not finite")
         agreed = torch.tensor(code, dtype=torch.int64, device=self.device)
         return int(max_over(agreed, self.groups.world))
-
-    def _dumped(
-        self, work: Work, tokens: Sequence[tuple[MicroBatch, Tensor, TokenTerms]]
-    ) -> dict[str, list[Tensor]]:
-        def whole(pick: Callable[[Tensor, TokenTerms, Tensor], Tensor]) -> list[Tensor]:
-            parts = [(one, pick(logprobs, terms, one.slots)) for one, logprobs, terms in tokens]
-            return whole_sequences(work, parts, self.groups, self.device)
-
-        return {
-            "policy_logprobs": whole(lambda logprobs, terms, slots: logprobs),
-            "log_weight": whole(lambda logprobs, terms, slots: terms.log_weight[slots]),
-            "keep": whole(lambda logprobs, terms, slots: terms.keep[slots]),
-        }
 
 
 def _nothing_to_learn(mini_batch: MiniBatch) -> bool:

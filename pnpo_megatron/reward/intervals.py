@@ -39,17 +39,13 @@ def bounds(text: str) -> Bounds | None:
 def _chain(terms: list[str], sides: list[tuple[str, bool]]) -> Bounds | None:
     """``a <= x < b``, ``x > a`` and their mirror images."""
     if len(terms) == 2 and _is_variable(terms[1]) and not _is_variable(terms[0]):
-        terms, sides = terms[::-1], [(_mirror(sides[0][0]), sides[0][1])]
+        terms, sides = terms[::-1], [("<" if sides[0][0] == ">" else ">", sides[0][1])]
     if len(terms) == 2 and _is_variable(terms[0]) and not _is_variable(terms[1]):
+        name, bound = terms
         way, closed = sides[0]
-        low, high = (r"-\infty", terms[1]) if way == "<" else (terms[1], r"\infty")
-        return (
-            "(" if way == "<" or not closed else "[",
-            low,
-            high,
-            "]" if way == "<" and closed else ")",
-            terms[0],
-        )
+        if way == "<":
+            return "(", r"-\infty", bound, "]" if closed else ")", name
+        return "[" if closed else "(", bound, r"\infty", ")", name
     if len(terms) == 3 and _is_variable(terms[1]) and sides[0][0] == sides[1][0]:
         if sides[0][0] == ">":
             terms, sides = terms[::-1], sides[::-1]
@@ -58,13 +54,5 @@ def _chain(terms: list[str], sides: list[tuple[str, bool]]) -> Bounds | None:
 
 
 def _is_variable(text: str) -> bool:
-    return bool(re.fullmatch(r"[A-Za-z](?:_\{?\w+\}?)?|\\[a-z]+", text)) and text not in (
-        r"\pi",
-        r"\infty",
-        "e",
-        "i",
-    )
-
-
-def _mirror(way: str) -> str:
-    return ">" if way == "<" else "<"
+    named = re.fullmatch(r"[A-Za-z](?:_\{?\w+\}?)?|\\[a-z]+", text)
+    return named is not None and text not in (r"\pi", r"\infty", "e", "i")

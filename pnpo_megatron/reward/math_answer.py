@@ -66,13 +66,17 @@ def grade(
     return Grade(correct, found.answer, found.truncated)
 
 
-def math_reward(sample: RewardInput) -> float:
-    """1.0 for a right final answer, 0.0 for a wrong or missing one. The caller sets the time limit."""
-    verdict = grade(
+def grade_sample(sample: RewardInput) -> Grade:
+    """The same of a sample; the caller sets the time limit."""
+    return grade(
         sample.text,
         sample.answer,
         reasoning_open=sample.reasoning_open,
         finish_reason=sample.finish_reason,
         timeout_s=None,
     )
-    return float(verdict.correct)
+
+
+def math_reward(sample: RewardInput) -> float:
+    """1.0 for a right final answer, 0.0 for a wrong or missing one; see `grade_sample`."""
+    return float(grade_sample(sample).correct)

@@ -1,8 +1,6 @@
-"""The only file that calls math-verify: formulas that plain numbers and lists do not cover, compared
-exactly.
+"""The only file that calls math-verify: formulas that plain numbers and lists do not cover, compared exactly.
 
-math-verify reads LaTeX and decides; it rounds, though (1/2^98 equals 1/2^99 for it), so a "yes" about
-numbers
+math-verify reads LaTeX and decides; it rounds, though (1/2^98 equals 1/2^99 for it), so a "yes" about numbers
 must also hold to 60 significant digits here. Text that would cost unbounded time is refused before parsing.
 """
 

@@ -1,8 +1,7 @@
 """The grading process: reads one sample at a time from its socket and answers with plain values.
 
-It is a program of its own (``python -m``), not a fork or a spawn: it imports neither torch nor the
-caller's main
-module, and it can be started from a thread, a daemonic pool process or an event loop alike.
+It is a program of its own (``python -m``), not a fork or a spawn: it imports neither torch nor the caller's
+main module, and it can be started from a thread, a daemonic pool process or an event loop alike.
 """
 
 from __future__ import annotations
@@ -66,25 +65,16 @@ def score(functions: Mapping[str, tuple[RewardFunction, float]], sample: RewardI
                 value = _number(function(sample))
         except Exception as error:  # the user's code: any failure is a fault, never a reward
             where = traceback.extract_tb(error.__traceback__)[-1]
-            return (
-                None,
-                f"{name}: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"[:2000],
-                None,
-            )
+            fault = f"{name}: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+            return None, fault[:2000], None
         total += weight * value
     return total, "", answer
 
 
 def _grade(sample: RewardInput) -> tuple[float, str | None]:
-    from pnpo_megatron.reward.math_answer import grade
+    from pnpo_megatron.reward.math_answer import grade_sample
 
-    verdict = grade(
-        sample.text,
-        sample.answer,
-        reasoning_open=sample.reasoning_open,
-        finish_reason=sample.finish_reason,
-        timeout_s=None,  # the pool kills this process instead
-    )
+    verdict = grade_sample(sample)
     return float(verdict.correct), verdict.answer
 
 
@@ -110,9 +100,7 @@ def serve(connection: Connection, weights: Mapping[str, float], timeout_s: float
             sample = connection.recv()
         except (EOFError, ConnectionError):
             return
-        signal.setitimer(
-            signal.ITIMER_REAL, timeout_s + _ORPHAN_MARGIN_S
-        )  # ends us if nobody is left to do so
+        signal.setitimer(signal.ITIMER_REAL, timeout_s + _ORPHAN_MARGIN_S)  # if nobody is left to end us
         result = score(functions, sample)
         signal.setitimer(signal.ITIMER_REAL, 0)
         connection.send(result)

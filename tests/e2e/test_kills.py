@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(3600)
 SAVE = "pnpo_megatron.policy.checkpoint_save"
 PLACES = {
     "updating": "pnpo_megatron.policy.learner:MegatronLearner.update",
-    "planning a save": f"{SAVE}:CheckpointSave._make_plan",
+    "planning a save": f"{SAVE}:plan_save",
     "writing a checkpoint": f"{SAVE}:_write_bucket",
     "publishing a checkpoint": f"{SAVE}:write_manifest",
     "naming it the newest": "pnpo_megatron.checkpoints:publish",
