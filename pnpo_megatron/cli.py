@@ -166,6 +166,9 @@ def _parser() -> argparse.ArgumentParser:
     score.add_argument("--reward", default="math", help="math or module:function")
     score.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     score.add_argument("--kv-cache-bytes", type=int, help="key-value cache of the engine")
+    score.add_argument(
+        "--servers", help="http://HOST:PORT,...: sample there and not in a process of this one"
+    )
     score.add_argument("--seed", type=int, default=42)
     score.add_argument("--out", type=Path, help="folder for scores and samples; default runs/eval/MODEL")
     score.add_argument("--overwrite", action="store_true", help="replace scores of other settings in --out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from pnpo_megatron.config.rollouts import SERVER_ADDRESS
 from pnpo_megatron.convert.hf_folder import HfFolder
 from pnpo_megatron.data.templates import load_tokenizer
 from pnpo_megatron.errors import ConfigError
@@ -22,8 +24,11 @@ from pnpo_megatron.eval.overlap import in_dapo_math_17k, warning
 from pnpo_megatron.eval.progress import Progress, changed, folder_digest, problems_digest
 from pnpo_megatron.eval.results import EvalResult, read_result
 from pnpo_megatron.reward.pool import RewardPool
+from pnpo_megatron.rollout.sampler import EngineSampler
+from pnpo_megatron.rollout.server_sampler import ServerSampler
 from pnpo_megatron.rollout.stop_tokens import read_stop_token_ids
 from pnpo_megatron.rollout.vllm_sampler import VllmSampler
+from pnpo_megatron.rollout.weight_transfer import expected_tensors
 from pnpo_megatron.serve import default_cache_bytes
 from pnpo_megatron.types import Sampling
 
@@ -117,18 +122,28 @@ def _sample(
             f"--max-prompt-tokens + --max-response-tokens = {longest} exceeds the model's "
             f"{folder.architecture.max_positions} positions; use less"
         )
-    sampler = VllmSampler(
-        folder.path,
-        dtype=arguments.dtype,
-        max_model_len=longest,
-        kv_cache_memory_bytes=arguments.kv_cache_bytes or default_cache_bytes(),
-        decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
-        log_path=out / "engine.log",
-        enforce_eager=not torch.cuda.is_available(),
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        initial_version=0,
-    )
+    common: dict[str, Any] = {
+        "dtype": arguments.dtype,
+        "max_model_len": longest,
+        "decode": lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+    }
+    sampler: EngineSampler
+    if servers := _servers(arguments.servers):
+        sampler = ServerSampler(folder.path, servers, **common)
+    else:
+        sampler = VllmSampler(
+            folder.path,
+            kv_cache_memory_bytes=arguments.kv_cache_bytes or default_cache_bytes(),
+            log_path=out / "engine.log",
+            enforce_eager=not torch.cuda.is_available(),
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            initial_version=0,
+            **common,
+        )
     with sampler, RewardPool(arguments.reward) as rewards:
+        if servers:  # whatever they hold; the architecture must be theirs
+            names = expected_tensors(folder.path)
+            sampler.load_weights(((name, folder.tensor(name)) for name in names), version=0)
         return evaluate(
             sampler,
             benchmarks,
@@ -138,6 +153,13 @@ def _sample(
             seed=arguments.seed,
             progress=progress,
         )
+
+
+def _servers(words: str | None) -> list[str]:
+    servers = words.split(",") if words else []
+    if wrong := [one for one in servers if not re.match(SERVER_ADDRESS, one)]:
+        raise ConfigError(f"--servers {wrong[0]}: expected http://HOST:PORT, several with commas")
+    return servers
 
 
 @contextmanager

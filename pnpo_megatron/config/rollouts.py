@@ -39,6 +39,9 @@ class DataConfig(Section):
         return self
 
 
+SERVER_ADDRESS = r"^http://[^/\s]+:\d+$"
+
+
 class RolloutConfig(Section):
     """One rollout batch and the engine that samples it."""
 
@@ -51,7 +54,7 @@ class RolloutConfig(Section):
     min_tokens: NonNegativeInt = 0
     engine: Literal["vllm", "server"] = "vllm"
     """A child process of rank 0, or the servers that `pnpo-megatron serve` started."""
-    servers: list[Annotated[str, Field(pattern=r"^http://[^/\s]+:\d+$")]] = []
+    servers: list[Annotated[str, Field(pattern=SERVER_ADDRESS)]] = []
     """``http://HOST:PORT`` of each, for engine = "server"."""
     weight_transfer: Literal["auto", "ipc", "nccl"] = "auto"
     """auto: host memory, TCP to other hosts. From GPU to GPU: ipc to a child process, nccl to servers."""

@@ -115,11 +115,13 @@ def show_plan(job: Job, console: Console | None = None) -> None:
     for group, (crossing, seconds) in traffic_table(job).items():
         console.print(f"{group} traffic: {crossing / 1e9:.2f} GB a rank and update, about {seconds:.2f} s")
     time = predict(job)
+    where = f"engines of {job.engine_tensor} GPUs everywhere"
+    if job.servers:
+        where = f"{job.servers} rollout servers of {job.engine_tensor} GPUs each, beside this cluster"
     console.print(
         f"step, predicted: {time.total:.0f} s = generate {time.generate:.0f} + reward {time.reward:.0f} "
         f"+ log-probs {time.logprobs:.0f} + {job.epochs} epochs {time.update:.0f} + sync {time.sync:.0f}; "
-        f"engines of {job.engine_tensor} GPUs everywhere (generation with a single engine: "
-        f"{time.one_engine:.0f} s)"
+        f"{where} (generation with a single engine: {time.one_engine:.0f} s)"
     )
     assumed = job.assumed
     console.print(

@@ -65,6 +65,8 @@ class Job:
     """Share of the optimizer's state that lives in host memory."""
     cache_bytes: int = GPU_CACHE_BYTES
     max_num_seqs: int = 256
+    servers: int = 0
+    """Rollout servers, on GPUs beside the cluster's; 0: engines share the learner's GPUs."""
     assumed: Assumptions = Assumptions()
 
     @classmethod
@@ -96,6 +98,7 @@ class Job:
             offload=config.optimizer.offload,
             cache_bytes=config.rollout.kv_cache_bytes or GPU_CACHE_BYTES,
             max_num_seqs=config.rollout.max_num_seqs,
+            servers=len(config.rollout.servers),
             assumed=assumed,
         )
         check_layout(arch, job.parallel)
@@ -166,7 +169,7 @@ class Job:
         )
 
     def memory(self) -> dict[str, float]:
-        """Bytes by part on the fullest GPU; learner and engine share it, nothing is moved away."""
+        """Bytes by part on the fullest GPU; an engine that shares it moves nothing away."""
         return max(
             (self._memory(stage) for stage in range(self.parallel.pipeline)), key=lambda m: sum(m.values())
         )
@@ -178,14 +181,17 @@ class Job:
             self.arch, self.parallel, self.modules, tokens=self.max_tokens, layers=layers, last=last
         )
         working = saved.working_bytes(self.arch, self.parallel, self.modules, tokens=self.max_tokens)
+        engine = {
+            "vLLM weights": 2 * self.parameters / self.engine_tensor,
+            "vLLM cache": float(self.cache_bytes),
+        }
         return {
             "weights": state.weights,
             "gradients": state.gradients,
             "optimizer": state.optimizer * (1 - self.offload),
             "activations": held * saved.in_flight(self.parallel, stage, self.micro_batches) + working,
             "logits": saved.logits_bytes(self.arch, self.parallel, tokens=self.max_tokens) if last else 0.0,
-            "vLLM weights": 2 * self.parameters / self.engine_tensor,
-            "vLLM cache": float(self.cache_bytes),
+            **({} if self.servers else engine),
             "reserved": self.assumed.reserved,
         }
 

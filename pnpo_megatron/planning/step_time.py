@@ -34,7 +34,7 @@ def predict(job: Job) -> StepTime:
     compute, traffic = _update_compute(job), _update_traffic(job)
     updates = job.prompts // job.mini_batch
     forward = compute / (4 if job.modules.recompute == "full" else 3)
-    engines = max(1, job.cluster.gpus // job.engine_tensor)
+    engines = job.servers or max(1, job.cluster.gpus // job.engine_tensor)
     return StepTime(
         generate=_generate(job, engines),
         reward=job.assumed.reward_s,

@@ -61,16 +61,16 @@ class Server:
         """Raise ServerLost unless server and engine are well."""
         await self._ask("GET", "/health", HEALTH_S)
 
-    async def check_settings(self, max_model_len: int) -> str:
+    async def check_settings(self, dtype: str, max_model_len: int) -> str:
         """Its vLLM version, if it was started for this; ConfigError says what is wrong otherwise."""
         try:
             reply = await self._ask("GET", "/server_info", None, params={"config_format": "json"})
-            info = reply["vllm_config"]
-            found = {key: info[key[0]][key[1]] for key in NEEDED}
+            info, needed = reply["vllm_config"], NEEDED | {("model_config", "dtype"): f"torch.{dtype}"}
+            found = {key: info[key[0]][key[1]] for key in needed}
             longest = int(info["model_config"]["max_model_len"])
             version = str((await self._ask("GET", "/version", HEALTH_S))["version"])
-            wrong = [f"{key[1]} = {found[key]!r} instead of {NEEDED[key]!r}" for key in NEEDED
-                     if found[key] != NEEDED[key]]  # fmt: skip
+            wrong = [f"{key[1]} = {found[key]!r} instead of {needed[key]!r}" for key in needed
+                     if found[key] != needed[key]]  # fmt: skip
             if longest < max_model_len:
                 wrong.append(f"max_model_len = {longest}, of which {max_model_len} are needed")
         except (ServerRefused, KeyError, TypeError, ValueError) as error:

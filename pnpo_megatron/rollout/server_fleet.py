@@ -62,20 +62,27 @@ class ServerFleet:
     """All servers as one worker."""
 
     def __init__(
-        self, urls: Sequence[str], weights_fd: int, *, max_model_len: int, max_num_seqs: int, timeout_s: float
+        self,
+        urls: Sequence[str],
+        weights_fd: int,
+        *,
+        dtype: str,
+        max_model_len: int,
+        max_num_seqs: int,
+        timeout_s: float,
     ) -> None:
         """Start to look for the servers; Ready comes when all of them answer.
 
         Args:
             urls: `http://HOST:PORT` of each.
             weights_fd: the sender's buffer.
-            max_model_len: tokens that every server must take.
+            dtype, max_model_len: what every server must have, and take.
             max_num_seqs: sequences that a server generates side by side; it is asked for a quarter more.
             timeout_s: of each request of a weight sync.
         """
         _allow_many_connections()
         self._urls, self._weights_fd = urls, weights_fd
-        self._max_model_len, self._timeout_s = max_model_len, timeout_s
+        self._needed, self._timeout_s = (dtype, max_model_len), timeout_s
         self._queue_length = max_num_seqs + max_num_seqs // 4
         self._run = secrets.token_hex(4)  # a server that another run has sent weights to is noticed
         self._weights: tuple[str, int | None] = FOLDERS_OWN, None
@@ -174,7 +181,7 @@ class ServerFleet:
         while True:
             try:
                 await server.health()
-                version = await server.check_settings(self._max_model_len)
+                version = await server.check_settings(*self._needed)
                 server.trouble = ""
                 return version
             except (ServerLost, ServerRefused) as error:
@@ -333,7 +340,7 @@ class ServerFleet:
         try:
             if server.gone.done():
                 await server.health()
-                await server.check_settings(self._max_model_len)
+                await server.check_settings(*self._needed)
             end = await work(server)
         except (ServerLost, ServerRefused) as error:
             if isinstance(error, ServerRefused) or not await self._is_gone(server, error):

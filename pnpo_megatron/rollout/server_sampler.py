@@ -20,6 +20,7 @@ class ServerSampler(EngineSampler):
         model_folder: Path | str,
         servers: Sequence[str],
         *,
+        dtype: str,
         max_model_len: int,
         decode: Callable[[Sequence[int]], str],
         max_num_seqs: int = 256,
@@ -34,6 +35,7 @@ class ServerSampler(EngineSampler):
         Args:
             model_folder: the folder that they were started with.
             servers: `http://HOST:PORT` of each.
+            dtype: the servers', e.g. "float32" or "bfloat16".
             max_model_len, max_num_seqs: as the servers have them, or less.
             decode, initial_version, start_timeout_s, generate_timeout_s, sync_timeout_s: as in EngineSampler.
             stream: weights go by NCCL.
@@ -41,7 +43,7 @@ class ServerSampler(EngineSampler):
         Raises:
             ConfigError: the folder cannot be sampled from with these settings.
         """
-        self._urls, self._max_num_seqs = servers, max_num_seqs
+        self._urls, self._dtype, self._max_num_seqs = servers, dtype, max_num_seqs
         super().__init__(
             Path(model_folder),
             max_model_len=max_model_len,
@@ -57,6 +59,7 @@ class ServerSampler(EngineSampler):
         return ServerFleet(
             self._urls,
             self._sender.fd,
+            dtype=self._dtype,
             max_model_len=self._max_model_len,
             max_num_seqs=self._max_num_seqs,
             timeout_s=self.sync_timeout_s,

@@ -103,6 +103,7 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
                 [server.url for server in servers],
                 initial_version=0,
                 max_num_seqs=32,
+                dtype="float32",
                 **common,
             ) as sampler,
             VllmSampler(
@@ -204,6 +205,26 @@ def test_a_run_with_servers_is_the_run_with_a_child_process(setting: Setting) ->
         assert code == 0, output
         runs[name] = without_times(read_metrics(folder))
     assert runs["servers"] == runs["child"]
+
+
+def test_an_evaluation_by_servers_is_the_one_by_a_child_process(setting: Setting, tmp_path: Path) -> None:
+    samples = {}
+    servers = ",".join(server.url for server in setting.servers)  # they hold the weights of a trained run
+    for name, flags in (("servers", ["--servers", servers]), ("child", ["--kv-cache-bytes", "16777216"])):
+        out = tmp_path / name
+        command = [
+            sys.executable, "-m", "pnpo_megatron", "eval", "--model", str(setting.task.parent / "other"),
+            "--benchmark", str(setting.task / "problems.jsonl"), "--template", "raw", "--samples", "4",
+            "--max-prompt-tokens", "8", "--max-response-tokens", "12", "--dtype", "float32",
+            "--out", str(out), *flags,
+        ]  # fmt: skip
+        done = subprocess.run(
+            command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        samples[name] = (out / "step_000000.jsonl").read_text()
+    assert samples["servers"] == samples["child"]
+    assert samples["child"].count("\n") == 40
 
 
 def test_a_sync_that_fails_in_a_server_stops_with_its_words_and_the_next_one_recovers(

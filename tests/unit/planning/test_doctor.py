@@ -120,6 +120,21 @@ def test_a_job_that_does_not_fit_is_refused_with_layouts_that_do(capsys: pytest.
         assert better.fits and seconds <= predict(job).total * 1.05
 
 
+def test_rollout_servers_take_nothing_of_the_learners_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    path = ROOT / "examples/qwen2p5_32b/config.toml"
+    shared = job_of(path, "h20x64")
+    flags = ["--rollout.engine=server", "--rollout.servers=http://a:1,http://b:1"]
+    apart = Job.of(load_config(path, flags), shared.arch, shared.cluster, shared.assumed)
+    engine = {"vLLM weights": 2 * shared.parameters / shared.engine_tensor, "vLLM cache": shared.cache_bytes}
+    assert shared.memory() == apart.memory() | engine and not apart.memory().keys() & engine.keys()
+    assert predict(apart).generate > 2 * predict(shared).generate, "two engines instead of sixteen"
+    said = str(path.relative_to(Path.cwd()))
+    assert main(["doctor", said, "--cluster", "h20x64", *flags]) == 0
+    assert f"2 rollout servers of {shared.engine_tensor} GPUs each" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
 def test_a_stage_holds_as_many_micro_batches_as_stages_follow_it() -> None:
     one = ParallelSettings(pipeline=4)
     assert [in_flight(one, stage, 16) for stage in range(4)] == [4, 3, 2, 1]

@@ -26,6 +26,7 @@ SETTINGS: dict[str, Any] = {
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "max_model_len": 64,
+        "dtype": "torch.float32",
     },
     "weight_transfer_config": {"backend": "pnpo"},
 }

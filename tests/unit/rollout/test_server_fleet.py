@@ -58,7 +58,7 @@ class Fleet:
         self.sender = WeightSender({name: tuple(tensor.shape) for name, tensor in WEIGHTS.items()})
         urls = [server.url for server in servers]
         self.fleet = ServerFleet(
-            urls, self.sender.fd, max_model_len=64, max_num_seqs=max_num_seqs, timeout_s=5.0
+            urls, self.sender.fd, dtype="float32", max_model_len=64, max_num_seqs=max_num_seqs, timeout_s=5.0
         )
 
     def __enter__(self) -> Fleet:
@@ -261,7 +261,9 @@ def test_a_server_that_never_comes_up_is_named_at_the_deadline() -> None:
     with socket.socket() as bound, FakeServer() as there:
         bound.bind(("127.0.0.1", 0))  # not listening
         url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-        fleet = ServerFleet([there.url, url], 0, max_model_len=64, max_num_seqs=4, timeout_s=1.0)
+        fleet = ServerFleet(
+            [there.url, url], 0, dtype="float32", max_model_len=64, max_num_seqs=4, timeout_s=1.0
+        )
         with pytest.raises(RolloutError, match=rf"for servers; .*{url} does not answer \(ConnectError"):
             fleet.receive(time.monotonic() + 0.5, "servers")
         fleet.close(5.0)
@@ -286,12 +288,13 @@ def test_dropped_calls_leave_the_servers_and_the_next_one_is_whole() -> None:
         ("model_config", "logprobs_mode", "raw_logprobs"),
         ("weight_transfer_config", "backend", "nccl"),
         ("model_config", "max_model_len", 63),
+        ("model_config", "dtype", "torch.bfloat16"),
     ],
 )
 def test_a_server_started_otherwise_is_refused_with_what_it_lacks(section: str, key: str, value: Any) -> None:
     with FakeServer() as server:
         server.settings = SETTINGS | {section: SETTINGS[section] | {key: value}}
-        fleet = ServerFleet([server.url], 0, max_model_len=64, max_num_seqs=4, timeout_s=1.0)
+        fleet = ServerFleet([server.url], 0, dtype="float32", max_model_len=64, max_num_seqs=4, timeout_s=1.0)
         with pytest.raises(ConfigError, match=rf"{server.url} was not started by.*{key} = '?{value}"):
             fleet.receive(time.monotonic() + 5, "servers")
         fleet.close(5.0)

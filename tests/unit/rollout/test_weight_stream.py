@@ -88,7 +88,9 @@ def sampler_of(
     folder: Path, *servers: FakeServer, stream: bool = True, timeout_s: float = 8.0
 ) -> ServerSampler:
     urls = [server.url for server in servers]
-    return ServerSampler(folder, urls, max_model_len=64, decode=str, sync_timeout_s=timeout_s, stream=stream)
+    return ServerSampler(
+        folder, urls, dtype="float32", max_model_len=64, decode=str, sync_timeout_s=timeout_s, stream=stream
+    )
 
 
 @pytest.fixture
