@@ -79,6 +79,11 @@ class Start:
         ]
 
 
+def due(step: int, every: int) -> bool:
+    """Every `every` steps; 0 is never."""
+    return every > 0 and step > 0 and step % every == 0
+
+
 class Checkpoints:
     """The checkpoints of one run on this rank. Every method is collective unless it says otherwise."""
 
@@ -196,8 +201,8 @@ class Checkpoints:
     def _is_portable(self, at: Position) -> bool:
         """Gathering the optimizer state costs time, and host memory on every rank: not at every save."""
         every = self._config.checkpoint.portable_every
-        due = at.step == self._config.steps or (every > 0 and at.step % every == 0)
-        return not self._config.optimizer.distributed or (at.batch is None and due)
+        now = at.step == self._config.steps or due(at.step, every)
+        return not self._config.optimizer.distributed or (at.batch is None and now)
 
     def _failed(self, error: CheckpointError, must: bool) -> None:
         if must or self._config.checkpoint.on_failure == "stop":

@@ -118,7 +118,8 @@ def summarise(total: Tally) -> dict[str, float]:
     """
     values = total.sums.tolist()
     sums = dict(zip(SUMS, values[: len(SUMS)], strict=True))
-    largest = {name: value if value > -math.inf else 0.0 for name, value in _named_maxima(total)}
+    maxima = zip(MAXIMA, total.maxima.tolist(), strict=True)
+    largest = {name: value if value > -math.inf else 0.0 for name, value in maxima}
     valid, finite = max(sums["valid"], 1.0), max(sums["finite"], 1.0)
     mean_log_ratio = sums["log_ratio"] / finite
     variance = sums["log_ratio_squared"] / finite - mean_log_ratio**2
@@ -191,7 +192,3 @@ def _bin_metrics(sums: Sequence[float]) -> dict[str, float]:
             f"weight/log_std_bin_{index}": math.sqrt(max(one["log_weight_squared"] / valid - mean**2, 0.0)),
         }
     return metrics
-
-
-def _named_maxima(total: Tally) -> Iterable[tuple[str, float]]:
-    return zip(MAXIMA, total.maxima.tolist(), strict=True)
