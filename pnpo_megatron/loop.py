@@ -30,6 +30,8 @@ class Plan:
     """1: the next batch is sampled during the updates on this one."""
     learner_scores_old: bool = True
     """Old log-probs from the learner (default) or as the sampler reported them."""
+    scored_early: bool = False
+    """`collect` gives them with the batch."""
     correction: Correction | None = None
     """Of the loss, for the difference between learner and sampler."""
     max_skipped: int = 8
@@ -158,6 +160,8 @@ def updates_of(plan: Plan, objective: Objective, batch: RolloutBatch, epoch: int
 def score(plan: Plan, parts: Parts, batch: RolloutBatch) -> tuple[RolloutBatch, Metrics]:
     """Old log-probs, from the first epoch's mini-batches and packing: every weight is 1 at update 1."""
     start = perf_counter()
+    if plan.scored_early:
+        return batch, {}
     if plan.learner_scores_old:
         batch = scored_by(parts.learner, batch, updates_of(plan, parts.objective, batch, epoch=1))
     else:

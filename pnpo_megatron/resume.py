@@ -172,6 +172,7 @@ HARMLESS = (
 ROUNDING = (
     "parallel.", "batching.", "model.recompute", "model.attention_backend", "model.logprob_chunk",
     "optimizer.distributed", "optimizer.overlap_grad_reduce", "optimizer.overlap_param_gather",
+    "rollout.overlap_logprobs",
 )  # fmt: skip
 """Settings that change the order of additions and nothing else."""
 

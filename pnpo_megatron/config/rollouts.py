@@ -90,6 +90,8 @@ class RolloutConfig(Section):
     """Leave out tokens (or responses) whose correction lies outside 1/cap..cap, instead of truncating."""
     max_lag: int = Field(0, ge=0, le=1)
     """1: generate the next batch during the update, with weights that are one batch older."""
+    overlap_logprobs: bool = False
+    """Score finished groups while others are sampled on other devices; weights begin at 1 within rounding."""
     max_mismatch: PositiveFloat = 0.5
     """Nats a token between learner and engine, on the same weights, above which the run stops."""
     sync_check: PositiveInt = 4

@@ -85,6 +85,22 @@ class Config(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _what_is_scored_early_is_scored_once(self) -> Self:
+        rollout = self.rollout
+        found = {
+            'objective.old_logprobs = "rollout"': self.objective.old_logprobs == "rollout",
+            "rollout.colocated = true": rollout.colocated,
+            "rollout.replay": rollout.replay,
+            "model.router_replay = true": self.model.router_replay,
+        }
+        if rollout.overlap_logprobs and any(found.values()):
+            raise ValueError(
+                f"rollout.overlap_logprobs = true and {next(name for name in found if found[name])}: the "
+                "learner scores groups while others are sampled on other devices; use one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _a_sequence_fits_a_micro_batch(self) -> Self:
         multiple = 2 * self.parallel.context * self.parallel.tensor
         longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -30,6 +30,8 @@ from pnpo_megatron.types import (
 )
 
 Std = Literal["population", "sample", "none"]
+Tell: TypeAlias = Callable[[tuple[int, Sequence[TrainSequence]] | None], None]
+"""Takes a group's place in the batch and its sequences as soon as it is sampled, and None when all are."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,9 @@ class CollectSettings:
     overlong: Overlong = Overlong()
 
 
+_Waiting: TypeAlias = tuple[RolloutGroup, Callable[[], list[RewardResult]]]
+
+
 @dataclass
 class _Graded:
     group: RolloutGroup
@@ -84,11 +89,13 @@ def collect(
     take: Callable[[int, Collection[str]], list[Prompt]],
     sampler: Sampler,
     grade: Grade,
+    tell: Tell | None = None,
 ) -> tuple[RolloutBatch, dict[str, float]]:
     """Sample and grade the batch of `step`. Runs on one rank.
 
     Args:
         take: the next n prompts of the order. With ids given, none of these, and fewer if there are no more.
+        tell: told of every group, without advantages; its place may still go to another prompt.
 
     A prompt that fails, or whose group is dropped by dynamic sampling, is replaced, at most `max_refills`
     times over; then dropped groups fill the places that are left. P never changes.
@@ -108,9 +115,13 @@ def collect(
     prompts = take(settings.prompts, ())
     while prompts:
         tried |= {prompt.id for prompt in prompts}
-        done, seconds = _sample(step, settings, prompts, sampler, grade)
-        waited, rounds = waited + seconds, rounds + 1
         free = [place for place, one in enumerate(places) if one is None]
+        waiting = _sampled(step, settings, prompts, sampler, grade)
+        if tell:
+            home = {prompt.id: place for place, prompt in zip(free, prompts, strict=False)}
+            waiting = _told(waiting, home, settings, tell)
+        done, seconds = _graded(waiting)
+        waited, rounds = waited + seconds, rounds + 1
         for place, prompt in zip(free, prompts, strict=False):
             one = done.get(prompt.id)
             if one and settings.dynamic and not one.is_mixed:
@@ -139,16 +150,28 @@ def collect(
     return _assemble(step, [one.group for one in kept], shaped, settings), metrics
 
 
-def _sample(
+def _sampled(
     step: int, settings: CollectSettings, prompts: Sequence[Prompt], sampler: Sampler, grade: Grade
-) -> tuple[dict[str, _Graded], float]:
-    """Groups by prompt id, graded while others still generate, and the seconds that grading took beyond."""
-    waiting: dict[str, tuple[RolloutGroup, Callable[[], list[RewardResult]]]] = {}
+) -> Iterator[_Waiting]:
+    """Groups as they finish, each being graded."""
     seed = (settings.seed, "rollout", step)
     with suppress(NoResponsesError):  # a refill may be a single bad prompt
         for group in sampler.generate(prompts, settings.group_size, settings.sampling, seed):
-            inputs = [_reward_input(group.prompt, one) for one in group.rollouts]
-            waiting[group.prompt.id] = group, grade(inputs)
+            yield group, grade([_reward_input(group.prompt, one) for one in group.rollouts])
+
+
+def _told(
+    groups: Iterable[_Waiting], home: Mapping[str, int], settings: CollectSettings, tell: Tell
+) -> Iterator[_Waiting]:
+    for group, results in groups:
+        sequences = [_sequence(group.prompt, one, 0.0, settings.overlong) for one in group.rollouts]
+        tell((home[group.prompt.id], sequences))
+        yield group, results
+
+
+def _graded(groups: Iterable[_Waiting]) -> tuple[dict[str, _Graded], float]:
+    """Groups by prompt id, and the seconds that grading took beyond sampling."""
+    waiting = {group.prompt.id: (group, results) for group, results in groups}
     generated = perf_counter()
     done = {name: _Graded(group, results()) for name, (group, results) in waiting.items()}
     return done, perf_counter() - generated

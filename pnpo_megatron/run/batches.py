@@ -15,7 +15,7 @@ from pnpo_megatron.errors import RolloutError
 from pnpo_megatron.loop import Metrics
 from pnpo_megatron.resume import HARMLESS
 from pnpo_megatron.rollout.ahead import Ahead
-from pnpo_megatron.rollout.collect import CollectSettings, Overlong, collect
+from pnpo_megatron.rollout.collect import CollectSettings, Overlong, Tell, collect
 from pnpo_megatron.rollout.store import RolloutStore
 from pnpo_megatron.types import RolloutBatch
 
@@ -35,8 +35,8 @@ class Batches:
         self._note: dict[str, str] = {}
         rollout = config.rollout
         self._replay = RolloutStore(Path(rollout.replay)) if rollout.replay else None
-        limit = (1 + rollout.max_refills) * rollout.generate_timeout_s + config.run.timeout_s
-        self._ahead: Ahead[Sampled] = Ahead(limit)
+        self.timeout_s = (1 + rollout.max_refills) * rollout.generate_timeout_s + config.run.timeout_s
+        self._ahead: Ahead[Sampled] = Ahead(self.timeout_s)
 
     def take(self, step: int) -> tuple[RolloutBatch, Metrics]:
         """The batch of `step`; the prompt order goes on behind it."""
@@ -64,11 +64,23 @@ class Batches:
         """To disk, with old log-probs."""
         self._store.write(batch, self._note)
 
-    def begin(self, step: int) -> None:
-        """Sample the batch of `step` beside the updates on the one before."""
+    def begin(self, step: int, tell: Tell | None = None) -> None:
+        """Sample the batch of `step` in a thread: beside the updates on the one before, or telling of it."""
         if self._live.engine.version is not None:  # None: resumed inside a batch
             prompts = self._live.prompts.fork()  # a checkpoint saved meanwhile goes on from here
-            self._ahead.begin(step, lambda: self._sample(step, prompts))
+            self._ahead.begin(step, lambda: self._sample(step, prompts, tell))
+
+    def begin_new(self, step: int, tell: Tell) -> None:
+        """Unless it is on the disk already."""
+        if any(self._store.held(step, name) for name in (self._identity(), self.ahead) if name):
+            tell(None)
+        else:
+            self.begin(step, tell)
+
+    def take_told(self, step: int) -> tuple[RolloutBatch, Metrics]:
+        """What `begin_new` began, or found."""
+        self.finish_ahead()
+        return self.take(step)
 
     def finish_ahead(self) -> None:
         """Wait for the batch that is sampled beside the updates, and store it: checkpoints name it."""
@@ -81,7 +93,7 @@ class Batches:
         """Forget what is under way."""
         self._ahead.close()
 
-    def _sample(self, step: int, prompts: PromptSource | Mixture) -> Sampled:
+    def _sample(self, step: int, prompts: PromptSource | Mixture, tell: Tell | None = None) -> Sampled:
         rollout, reward = self.config.rollout, self.config.reward
         settings = CollectSettings(
             prompts=rollout.prompts,
@@ -95,7 +107,12 @@ class Batches:
             max_refills=rollout.max_refills,
             overlong=Overlong(rollout.overlong, rollout.overlong_buffer, rollout.overlong_penalty),
         )
-        batch, metrics = collect(step, settings, prompts.take, self._live.engine, self._live.graders.start)
+        engine, grade = self._live.engine, self._live.graders.start
+        try:
+            batch, metrics = collect(step, settings, prompts.take, engine, grade, tell)
+        finally:
+            if tell:
+                tell(None)
         note = {
             "run": self._identity(),
             "metrics": json.dumps(metrics),

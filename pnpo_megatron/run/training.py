@@ -20,6 +20,7 @@ from pnpo_megatron.config import Config
 from pnpo_megatron.inputs import read_inputs
 from pnpo_megatron.loop import Metrics, Parts, Plan, Position, train
 from pnpo_megatron.monitor import Monitor
+from pnpo_megatron.parallel.groups import group_size
 from pnpo_megatron.parallel.rank_zero import any_rank, from_rank_zero
 from pnpo_megatron.parallel.watch import Watch
 from pnpo_megatron.policy.learner import SKIP_REASONS
@@ -28,10 +29,14 @@ from pnpo_megatron.resume import RunState, is_complete
 from pnpo_megatron.rollout.mismatch import check_mismatch, correction_metrics, mismatch_metrics
 from pnpo_megatron.rollout.store import RolloutStore
 from pnpo_megatron.run.batches import Batches
+from pnpo_megatron.run.early import EarlyScores
 from pnpo_megatron.run.notices import opening_lines
 from pnpo_megatron.run.outcome import evaluate_step, export_step
 from pnpo_megatron.run.sync import WeightSync
 from pnpo_megatron.types import MiniBatch, RolloutBatch
+
+SEQUENCES_A_RANK = 4
+"""That a data-parallel rank scores at a time while others are sampled."""
 
 
 def run_training(
@@ -114,6 +119,7 @@ class Run:
         )
         say = self.monitor.say
         self.batches = Batches(config, live, self.store, state.ahead if state else "", say)
+        self.early = self._early_scores() if self.plan.scored_early else None
         self.weight_sync = WeightSync(config, live, self.batches.finish_ahead, say)
         if self.position.batch and live.learner.first_epoch:
             live.learner.first_epoch.unknown_step = self.position.batch.step
@@ -148,7 +154,22 @@ class Run:
         """Sample and grade on rank 0, or replay; every rank gets the batch."""
         self.live.learner.token_dump = self._hold_tokens if step == self._dump_step else None
         doing = self.watch.place = f"sampling and grading step {step}"
+        if self.early:
+            return self.early(step, doing)
         return from_rank_zero(lambda: self.batches.take(step), self.control, doing)
+
+    def _early_scores(self) -> EarlyScores:
+        rollout, ranks = self.config.rollout, group_size(self.live.groups.dp)
+        return EarlyScores(
+            self.live.learner,
+            self.control,
+            begin=self.batches.begin_new,
+            take=self.batches.take_told,
+            prompts=rollout.prompts,
+            group_size=rollout.group_size,
+            part=min(rollout.prompts, -(-SEQUENCES_A_RANK * ranks // rollout.group_size)),
+            timeout_s=self.batches.timeout_s,
+        )
 
     def begin(self, step: int) -> None:
         """Sample the batch of `step` beside the updates on the one before. Not collective."""
@@ -274,6 +295,7 @@ def _plan(config: Config) -> Plan:
         groups_per_update=objective.mini_batch,
         learner_scores_old=objective.old_logprobs == "learner",
         correction=correction,
+        scored_early=rollout.overlap_logprobs,
         max_lag=rollout.max_lag,
         max_skipped=config.optimizer.max_skipped,
         stop_rejected=objective.stop_rejected,

@@ -213,7 +213,7 @@ def test_an_evaluation_by_servers_is_the_one_by_a_child_process(setting: Setting
     for name, flags in (("servers", ["--servers", servers]), ("child", ["--kv-cache-bytes", "16777216"])):
         out = tmp_path / name
         command = [
-            sys.executable, "-m", "pnpo_megatron", "eval", "--model", str(setting.task.parent / "other"),
+            sys.executable, "-m", "pnpo_megatron", "eval", "--model", str(setting.task / "other"),
             "--benchmark", str(setting.task / "problems.jsonl"), "--template", "raw", "--samples", "4",
             "--max-prompt-tokens", "8", "--max-response-tokens", "12", "--dtype", "float32",
             "--out", str(out), *flags,
