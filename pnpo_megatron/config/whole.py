@@ -134,12 +134,8 @@ class Config(BaseSettings):
         """``section.key`` to value, JSON values only."""
         values: dict[str, Any] = {}
         for name, value in self.model_dump(mode="json").items():
-            section = getattr(self, name)
-            values |= (
-                {f"{name}.{k}": v for k, v in value.items()}
-                if isinstance(section, Section)
-                else {name: value}
-            )
+            section = isinstance(value, dict)
+            values |= {f"{name}.{key}": one for key, one in value.items()} if section else {name: value}
         return values
 
     def to_toml(self) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from pnpo_megatron import build
 from pnpo_megatron.algorithm.correction import Correction
 from pnpo_megatron.analysis.token_dump import token_arrays, write_tokens
-from pnpo_megatron.checkpoints import Checkpoints, Start
+from pnpo_megatron.checkpoints import Checkpoints, Start, due
 from pnpo_megatron.config import Config
 from pnpo_megatron.inputs import read_inputs
 from pnpo_megatron.loop import Metrics, Parts, Plan, Position, train
@@ -300,8 +300,3 @@ def _plan(config: Config) -> Plan:
         max_skipped=config.optimizer.max_skipped,
         stop_rejected=objective.stop_rejected,
     )
-
-
-def due(step: int, every: int) -> bool:
-    """Every `every` steps; 0 is never."""
-    return every > 0 and step > 0 and step % every == 0
