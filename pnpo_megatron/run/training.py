@@ -1,13 +1,10 @@
-"""One training run: set up, run through the loop, stop at a signal, save."""
+"""What the loop's parts do on this rank, and what is due after an update and after a step."""
 
 from __future__ import annotations
 
-import gc
-import os
 import signal
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 
 from torch import Tensor
@@ -17,7 +14,6 @@ from pnpo_megatron.algorithm.correction import Correction
 from pnpo_megatron.analysis.token_dump import token_arrays, write_tokens
 from pnpo_megatron.checkpoints import Checkpoints, Start, due
 from pnpo_megatron.config import Config
-from pnpo_megatron.inputs import read_inputs
 from pnpo_megatron.loop import Metrics, Parts, Plan, Position, train
 from pnpo_megatron.monitor import Monitor
 from pnpo_megatron.parallel.groups import group_size
@@ -25,7 +21,7 @@ from pnpo_megatron.parallel.rank_zero import any_rank, from_rank_zero
 from pnpo_megatron.parallel.watch import Watch
 from pnpo_megatron.policy.learner import SKIP_REASONS
 from pnpo_megatron.profiling import StepProfile
-from pnpo_megatron.resume import RunState, is_complete
+from pnpo_megatron.resume import RunState
 from pnpo_megatron.rollout.mismatch import check_mismatch, correction_metrics, mismatch_metrics
 from pnpo_megatron.rollout.store import RolloutStore
 from pnpo_megatron.run.batches import Batches
@@ -37,53 +33,6 @@ from pnpo_megatron.types import MiniBatch, RolloutBatch
 
 SEQUENCES_A_RANK = 4
 """That a data-parallel rank scores at a time while others are sampled."""
-
-
-def run_training(
-    config: Config,
-    *,
-    dump_tokens: int | None = None,
-    chosen: str = "",
-    allow_change: bool = False,
-    profile: int | None = None,
-) -> bool:
-    """Train until `config.steps` or a stop signal. Collective: every rank calls it.
-
-    Args:
-        dump_tokens: step of which every token of every update is written to RUN/tokens.
-        profile: step of which a trace and a table go to RUN/profile.
-        chosen: name of the checkpoint to go on from; empty takes the newest that is sound.
-        allow_change: go on with settings that change the run.
-    Returns:
-        True when the run is complete, False when it stopped early with a checkpoint.
-
-    Raises:
-        UserError: before anything is built, if the input is wrong.
-    """
-    if not chosen and is_complete(config.run.folder, config.steps):
-        print(f"{config.run.folder}: complete, {config.steps} steps; raise steps to go on")
-        return True
-    start = Start(chosen, allow_change)
-    start.check(config)
-    inputs = read_inputs(config)
-    with (
-        build.live_parts(config, inputs) as live,
-        Watch(
-            config.run.silence_s, live.groups.control, lambda: write_exit_code(config.run.folder, 1)
-        ) as watch,
-    ):
-        gc.freeze()  # what is imported and built stays: Megatron collects garbage at every save
-        run = Run(config, live, watch, start, dump_tokens, profile)
-        try:
-            return run.train()
-        finally:
-            run.close()
-
-
-def write_exit_code(run_folder: Path, code: int) -> None:
-    """For the batch script: torchrun turns every exit code into 1. Rank 0 writes."""
-    if int(os.environ.get("RANK", "0")) == 0 and run_folder.is_dir():
-        (run_folder / "exit_code").write_text(f"{code}\n")
 
 
 class Run:
