@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,10 @@ from tiny_task import (
 )
 from transformers import AutoModelForCausalLM
 
+from pnpo_megatron.config import load_config
+
 pytestmark = pytest.mark.timeout(900)
+DUMPED = 2
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +36,9 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(task: Path) -> Path:
-    """The run that nobody stops."""
+    """The run that nobody stops; it dumps the tokens of one batch, which must not change it."""
     folder = task / "whole"
-    code, output = finish(start_training(write_config(task, folder)))
+    code, output = finish(start_training(write_config(task, folder), "--dump-tokens", str(DUMPED)))
     assert code == 0, output
     return folder
 
@@ -59,6 +63,29 @@ def test_h14_every_weight_is_exactly_one_at_the_first_update_of_a_batch_and_not_
         first, second = [row for row in updates if row["step"] == step][:2]
         assert (first["weight/min"], first["weight/max"], first["gate/rejected_fraction"]) == (1.0, 1.0, 0.0)
         assert second["weight/min"] < 1.0 < second["weight/max"]
+
+
+def test_rejected_fraction_and_weight_quantiles_are_a_float64_recomputation_from_the_dumped_tokens(
+    whole, updates
+):
+    settings = load_config(whole / "config.toml").objective
+    rows = [row for row in updates if row["step"] == DUMPED]
+    assert len(rows) == EPOCHS * UPDATES_PER_EPOCH
+    for row in rows:
+        name = f"step_{DUMPED:06d}_epoch_{row['epoch']}_update_{row['update']}.safetensors"
+        tokens = load_file(whole / "tokens" / name)
+        ratio = tokens["policy_logprobs"].double() - tokens["old_logprobs"].double()
+        t, length = tokens["position"].double(), tokens["length"].double()
+        means = [ratio[tokens["row"] == one].cumsum(0) for one in tokens["row"].unique()]  # in order of rows
+        weight = torch.exp(torch.cat(means) / t)
+        reach = torch.sqrt(length / t)
+        kept = (weight >= 1 - settings.gate_low * reach) & (weight <= 1 + settings.gate_high * reach)
+        assert row["gate/rejected_fraction"] == pytest.approx(1 - float(kept.double().mean()), abs=1e-6)
+        ordered = weight.sort().values
+        for percent in (1, 5, 50, 95, 99):
+            place = math.ceil(percent * len(ordered) / 100) - 1
+            assert row[f"weight/q{percent:02d}"] == pytest.approx(float(ordered[place]), abs=1e-6)
+    assert rows[0]["gate/rejected_fraction"] == 0.0 < rows[-1]["gate/rejected_fraction"]
 
 
 def test_learner_and_engine_score_alike_in_float32(updates):
