@@ -42,13 +42,7 @@ class Tally:
 
 @torch.no_grad()
 def tally(
-    loss: Tensor,
-    stats: RatioStats,
-    terms: TokenTerms,
-    *,
-    mask: Tensor,
-    advantages: Tensor,
-    entropy: Tensor,
+    loss: Tensor, stats: RatioStats, terms: TokenTerms, *, mask: Tensor, advantages: Tensor, entropy: Tensor
 ) -> Tally:
     """Sums over the trained tokens of one micro-batch on one rank.
 

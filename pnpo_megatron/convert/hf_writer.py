@@ -181,11 +181,7 @@ def _begin(
     for name, offset in offsets.items():
         kept = dtype_of(name, dtype)
         end = offset + torch.Size(shapes[name]).numel() * kept.itemsize
-        header[name] = {
-            "dtype": CODES[kept],
-            "shape": list(shapes[name]),
-            "data_offsets": [offset, end],
-        }
+        header[name] = {"dtype": CODES[kept], "shape": list(shapes[name]), "data_offsets": [offset, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     path.write_bytes(len(text).to_bytes(8, "little") + text)

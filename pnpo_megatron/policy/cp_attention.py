@@ -70,25 +70,18 @@ class SdpaCoreAttention(torch.nn.Module):
         """Attend causally inside every sequence.
 
         Args:
-            query: packed [T, heads, d], or [s, b, heads, d]; local to this rank, zigzag order.
+            query: [T, heads, d], local to this rank, zigzag order.
             key, value: the same with KV groups for heads.
             attention_mask, attn_mask_type: not read, the mask is causal.
-            packed_seq_params: its `cu_seqlens_q` are the padded lengths of the whole sequences; None for
-                [s, b, heads, d].
+            packed_seq_params: its `cu_seqlens_q` are the padded lengths of the whole sequences.
         Returns:
-            [T, heads * d] or [s, b, heads * d].
+            [T, heads * d].
         """
-        if attention_bias is not None:
-            raise ValueError("attention_bias is not supported by SdpaCoreAttention")
-        if packed_seq_params is not None:
-            lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-            out = packed_causal_attention(query, key, value, lengths, self.softmax_scale, self.cp_group)
-            return out.flatten(1)
-        rows, batch = query.shape[:2]
-        query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-        lengths = [rows * group_size(self.cp_group)] * batch
+        if attention_bias is not None or packed_seq_params is None:
+            raise ValueError("SdpaCoreAttention takes packed sequences, without attention_bias")
+        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
         out = packed_causal_attention(query, key, value, lengths, self.softmax_scale, self.cp_group)
-        return out.view(batch, rows, -1).transpose(0, 1).contiguous()
+        return out.flatten(1)
 
 
 def packed_causal_attention(

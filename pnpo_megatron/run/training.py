@@ -183,9 +183,7 @@ class Run:
             and (step == 0 or last or due(step, config.eval.every))
         ):
             metrics = from_rank_zero(
-                lambda: evaluate_step(config, self.live, step),
-                self.control,
-                f"evaluating after step {step}",
+                lambda: evaluate_step(config, self.live, step), self.control, f"evaluating after step {step}"
             )
             self.monitor.log_eval(step=step, update=update, metrics=metrics)
             score = metrics["eval/macro"]
@@ -194,11 +192,7 @@ class Run:
         stop = any_rank(self._stop, self.control)
         if step and (last or stop or due(step, config.checkpoint.every)):
             self.checkpoints.save(
-                at,
-                flush_metrics=self.monitor.flush,
-                score=score,
-                wait=last or stop,
-                ahead=self.batches.ahead,
+                at, flush_metrics=self.monitor.flush, score=score, wait=last or stop, ahead=self.batches.ahead
             )
         if stop:
             self._say_stopped(f"step {step}")

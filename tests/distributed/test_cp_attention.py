@@ -101,15 +101,6 @@ def core_attention(**changes: Any) -> SdpaCoreAttention:
     return SdpaCoreAttention(SimpleNamespace(**{**config, **changes}), 1, None, "self")
 
 
-def test_the_unpacked_form_is_one_sequence_a_batch_row() -> None:
-    lengths = [12, 12, 12]
-    query, key, value, _ = inputs(lengths)
-    core = core_attention()
-    rows = [torch.stack(x.split(lengths), dim=1) for x in (query, key, value)]
-    packed = packed_causal_attention(query, key, value, lengths, core.softmax_scale, None).flatten(1)
-    torch.testing.assert_close(core(*rows, None), torch.stack(packed.split(lengths), dim=1), rtol=0, atol=0)
-
-
 def test_many_short_sequences_share_a_call_and_a_long_one_is_not_padded_to() -> None:
     short = torch.randint(20, 61, (100,)).tolist()
     with mock.patch("torch.nn.functional.scaled_dot_product_attention", wraps=sdpa) as calls:
