@@ -43,7 +43,6 @@ class LoadedPrompts:
 
     prompts: list[Prompt]
     summary: LoadSummary
-    template_fingerprint: str
     files: tuple[int, ...] = ()
     """Index of the file that each prompt came from."""
 
@@ -85,7 +84,7 @@ def load_prompts(
             raise DataError(
                 f"{name}: no prompt is left ({summary}); raise rollout.max_prompt_tokens or check the file"
             )
-    return LoadedPrompts([p for p, _ in kept], summary, form.fingerprint, tuple(file for _, file in kept))
+    return LoadedPrompts([prompt for prompt, _ in kept], summary, tuple(file for _, file in kept))
 
 
 def _rows_of(paths: Sequence[str | Path]) -> Iterator[Row]:

@@ -3,8 +3,6 @@ all three."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +23,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Template:
-    """How conversations become prompts. `fingerprint` names it, so that a resumed run can tell."""
+    """How conversations become prompts."""
 
     tokenizer: Any
     kind: str = "chat"
@@ -49,14 +47,6 @@ class Template:
             raise ConfigError(
                 f'data.template = "{self.kind}": no such file; use "chat", "raw" or a Jinja file'
             )
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of everything that shapes a prompt but the prompt itself (TRAPS H07)."""
-        source = {"chat": getattr(self.tokenizer, "chat_template", None), "raw": "raw"}.get(self.kind)
-        source = source if self.kind in ("chat", "raw") else Path(self.kind).read_text(encoding="utf-8")
-        parts = json.dumps([source, self.system_prompt, dict(self.kwargs)], sort_keys=True)
-        return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
     def render(self, messages: Sequence[Message]) -> Rendered:
         """One conversation, ending where the model's reply begins.

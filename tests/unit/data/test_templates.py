@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from toy_tokenizer import BOS, CHAT, EOS, WORDS, toy_tokenizer
 
-from pnpo_megatron.data.prompts import load_prompts
+from pnpo_megatron.data.order import PromptSource
+from pnpo_megatron.data.prompts import load_prompts, make_prompt
+from pnpo_megatron.data.sources import Row
 from pnpo_megatron.data.templates import Template, load_tokenizer
 from pnpo_megatron.errors import ConfigError
 from pnpo_megatron.eval.benchmarks import load_benchmark
@@ -67,23 +69,21 @@ def test_h07_an_open_think_tag_at_the_end_of_the_prompt_is_noticed(ending: str, 
     assert rendered.reasoning_open is is_open
 
 
-def test_h07_every_change_of_the_template_changes_its_fingerprint(tmp_path: Path) -> None:
-    file = tmp_path / "form.jinja"
-    file.write_text(CHAT)
+def test_h07_every_change_of_the_template_changes_the_fingerprint_of_the_prompts(tmp_path: Path) -> None:
+    """A run that is resumed with it is refused (`PromptSource.restore`)."""
     tokenizer = toy_tokenizer()
+    file = tmp_path / "form.jinja"
+    file.write_text(CHAT + "<think>")
+    row = Row("a", QUESTION, "3", "here")
     forms = [
         Template(tokenizer),
-        Template(toy_tokenizer(chat_template=CHAT + "<think>")),
-        Template(tokenizer, system_prompt="be brief"),
-        Template(tokenizer, kwargs={"enable_thinking": True}),
-        Template(tokenizer, "raw"),
         Template(tokenizer, str(file)),
+        Template(tokenizer, system_prompt="be brief"),
+        Template(tokenizer, "raw"),
     ]
-    assert (
-        len({form.fingerprint for form in forms} | {Template(toy_tokenizer()).fingerprint}) == len(forms) - 1
-    )
-    file.write_text(CHAT + " ")
-    assert forms[-1].fingerprint != forms[0].fingerprint
+    named = [PromptSource([make_prompt(row, form)], seed=0).position["fingerprint"] for form in forms]
+    assert len(set(named)) == len(forms)
+    assert PromptSource([make_prompt(row, Template(tokenizer))], seed=0).position["fingerprint"] == named[0]
 
 
 def test_system_prompt_and_extra_variables_reach_the_template() -> None:
