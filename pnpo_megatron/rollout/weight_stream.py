@@ -63,6 +63,7 @@ def ipc_fields(entries: Sequence[TensorEntry]) -> dict[str, list[Any]]:
 def ipc_handle(packed: Tensor) -> dict[str, tuple[Any, ...]]:
     """What opens these bytes in another process on the same GPU, by the GPU's name."""
     torch.cuda.synchronize(packed.device)
+    torch.cuda.ipc_collect()  # the buckets before, which the other process has let go of
     _, arguments = reduce_tensor(packed)
     return {str(torch.cuda.get_device_properties(packed.device).uuid): arguments}
 
