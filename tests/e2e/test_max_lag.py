@@ -1,8 +1,10 @@
-"""rollout.max_lag = 1 on real parts: versions, lags, weights away from 1, and a stop between batches."""
+"""Generation beside updates (max_lag) and beside scoring (overlap_logprobs), on real parts, with kills."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -65,3 +67,35 @@ def test_a_lagging_run_killed_after_a_checkpoint_goes_on_to_the_same_numbers(tas
     code, output = finish(start_training(folder.with_suffix(".toml"), *FLAGS), 1500)
     assert code == 0 and "resuming after" in output, output
     assert without_times(read_metrics(folder)) == without_times(read_metrics(whole))
+
+
+EARLY = ("--rollout.overlap_logprobs=true", "--eval.every=0")
+
+
+def test_scores_made_beside_generation_are_those_made_after_it_within_rounding(task: Path) -> None:
+    """On two ranks; and a run killed once its batch is on the disk scores it to the same bits."""
+    rows = {}
+    for name, flags in (("late", EARLY[1:]), ("early", EARLY)):
+        folder = task / name
+        process = start_training(write_config(task, folder, steps=2), *flags, ranks=2)
+        code, output = finish(process, 1500)
+        assert code == 0, output
+        rows[name] = [row for row in without_times(read_metrics(folder)) if row["kind"] == "update"]
+    for late, early in zip(rows["late"], rows["early"], strict=True):
+        assert early["weight/max"] == pytest.approx(late["weight/max"], abs=1e-4)
+        assert early["loss"] == pytest.approx(late["loss"], abs=1e-3)
+    assert rows["early"][0]["gate/rejected_fraction"] == 0.0
+
+    folder = task / "early_killed"
+    process = start_training(write_config(task, folder, steps=2), *EARLY, ranks=2)
+    deadline = time.monotonic() + 900
+    while not (folder / "rollouts" / "step_000002.jsonl").is_file():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    for rank in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        os.kill(int(rank), signal.SIGKILL)
+    process.communicate(timeout=300)
+    code, output = finish(start_training(folder.with_suffix(".toml"), *EARLY, ranks=2), 1500)
+    assert code == 0 and "its rollouts are on the disk" in output, output
+    again = [row for row in without_times(read_metrics(folder)) if row["kind"] == "update"]
+    assert again == rows["early"]
