@@ -64,13 +64,16 @@ test-gpu: $(STAMP)  ## the tests that need a CUDA device
 test-integrations: $(BENCH_STAMP)  ## PNPO inside verl and TRL, in the bench environment
 	@PYTHONPATH=. $(BENCH_VENV)/bin/python -m pytest --noconftest tests/integrations
 
-bench: $(STAMP) $(BENCH_STAMP)  ## measure communication, memory and cost, TRL and verl beside it (about 25 minutes)
-	@for script in communication packing cost_growth head_memory checkpoint conversion; do echo "bench: $$script"; PYTHONPATH=. $(BIN)/python bench/$$script.py; done
+bench: $(STAMP) $(BENCH_STAMP) $(SMOLLM2_STAMP)  ## measure communication, memory and cost, TRL and verl beside it (about 25 minutes)
+	@cd examples/smollm2_cpu && $(CURDIR)/$(BIN)/python make_model.py
+	@for script in communication packing cost_growth head_memory checkpoint conversion weight_sync; do echo "bench: $$script"; PYTHONPATH=. $(BIN)/python bench/$$script.py; done
 	@echo "bench: objective_cost"; PYTHONPATH=. $(BENCH_VENV)/bin/python bench/objective_cost.py
 	@$(BIN)/python bench/write_tables.py
 
-bench-rollout: $(STAMP)  ## measure the sampler against plain vLLM (minutes)
-	@$(BIN)/python bench/rollout_throughput.py
+bench-rollout: $(SMOLLM2_STAMP)  ## the sampler against plain vLLM and transformers, on SmolLM2 (minutes)
+	@cd examples/smollm2_cpu && $(CURDIR)/$(BIN)/python make_model.py
+	@PYTHONPATH=. $(BIN)/python bench/rollout_throughput.py --model examples/smollm2_cpu/model --stop 30 --rounds 1
+	@$(BIN)/python bench/write_tables.py
 
 bench-peers: $(STAMP) $(BENCH_STAMP)  ## the arithmetic example through TRL's trainer and through this one (minutes)
 	@PYTHONPATH=. $(BIN)/python bench/peers.py
