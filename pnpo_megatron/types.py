@@ -194,8 +194,6 @@ class PackedBatch:
     """[T] int64: L; 1 off the mask."""
     old_logprobs: Tensor
     """[T] float32; 0 off the mask, and 0 while old log-probs are being computed."""
-    rollout_logprobs: Tensor
-    """[T] float32; 0 off the mask."""
     advantages: Tensor
     """[T] float32, times the correction; 0 off the mask."""
     loss_share: Tensor

@@ -27,7 +27,6 @@ def pack(sequences: Sequence[Tensor], multiple: int = 1) -> PackedBatch:
         position=torch.ones(count, dtype=torch.int64),
         length=torch.ones(count, dtype=torch.int64),
         old_logprobs=torch.zeros(count),
-        rollout_logprobs=torch.zeros(count),
         advantages=torch.zeros(count),
         loss_share=torch.zeros(count),
         cu_seqlens=torch.cat([torch.zeros(1), lengths.cumsum(0)]).to(torch.int32),

@@ -26,8 +26,6 @@ class FlatTokens:
     """[N] bool."""
     old_logprobs: Tensor
     """[N] float32, 0 off the mask and where none are known yet."""
-    rollout_logprobs: Tensor
-    """[N] float32, 0 off the mask."""
     correction: Tensor
     """[N] float32 factors of the loss; 1 where there is none."""
     starts: Tensor
@@ -44,7 +42,6 @@ def flatten(mini_batch: MiniBatch) -> FlatTokens:
     """Join a mini-batch's sequences. What stands off the mask, NaN included, is replaced by 0 (TRAPS H10)."""
     sequences = mini_batch.sequences
     mask = torch.cat([sequence.response_mask for sequence in sequences])
-    rollout = torch.cat([sequence.rollout_logprobs for sequence in sequences]).float()
     old = torch.cat(
         [
             torch.zeros(len(sequence.ids)) if sequence.old_logprobs is None else sequence.old_logprobs
@@ -64,7 +61,6 @@ def flatten(mini_batch: MiniBatch) -> FlatTokens:
         ids=torch.cat([sequence.ids for sequence in sequences]),
         mask=mask,
         old_logprobs=torch.where(mask, old, 0.0),
-        rollout_logprobs=torch.where(mask, rollout, 0.0),
         correction=correction,
         starts=starts,
         trained=counted[starts[1:]] - counted[starts[:-1]],
@@ -112,7 +108,6 @@ def pack(flat: FlatTokens, rows: Sequence[int], layout: Layout, local_slots: Loc
         "position": torch.where(mask, counted - before, 1),
         "length": torch.where(mask, flat.trained[row][sequence], 1),
         "old_logprobs": torch.where(mask, flat.old_logprobs[label], 0.0),
-        "rollout_logprobs": torch.where(mask, flat.rollout_logprobs[label], 0.0),
         "advantages": torch.where(mask, flat.advantages[row][sequence] * flat.correction[label], 0.0),
         "loss_share": torch.where(mask, flat.loss_share[row][sequence], 0.0),
     }

@@ -17,7 +17,7 @@ from pnpo_megatron.algorithm.presets import make_objective
 from pnpo_megatron.data.packing import flatten, label_index, pack
 from pnpo_megatron.data.partition import Layout, plan_micro_batches
 from pnpo_megatron.parallel.cp_layout import local_index
-from pnpo_megatron.parallel.groups import ParallelGroups, single
+from pnpo_megatron.parallel.groups import ParallelGroups
 from pnpo_megatron.parallel.prefix_scan import ratio_stats
 from pnpo_megatron.parallel.reduce import max_over, sum_over
 from pnpo_megatron.types import MiniBatch, TrainSequence
@@ -136,7 +136,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], name: str) -> N
 def test_h18_h20_h37_every_split_gives_the_loss_metrics_and_gradient_of_one_process(spawn: Any) -> None:
     expected = reference()
     assert 10 < expected["rejected"] < 50  # the gate has work to do on both sides
-    assert_same(train(single(), 256), expected, "one process")
+    assert_same(train(ParallelGroups(), 256), expected, "one process")
     for rank in spawn(every_split, 4):
         for name, found in rank.items():
             assert_same(found, expected, name)

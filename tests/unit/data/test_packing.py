@@ -128,25 +128,21 @@ def test_values_sit_where_the_label_is_and_are_zero_elsewhere():
     index = label_index(packed, flat)[packed.response_mask]
     joined = torch.cat([one.old_logprobs for one in MASKS])
     assert torch.equal(packed.old_logprobs[packed.response_mask], joined[index])
-    joined = torch.cat([one.rollout_logprobs for one in MASKS])
-    assert torch.equal(packed.rollout_logprobs[packed.response_mask], joined[index])
     assert packed.advantages[packed.response_mask].tolist() == [0.5] * 4 + [-2.0] * 2 + [0.0]
     assert packed.loss_share[packed.response_mask].tolist() == pytest.approx([0.01] * 4 + [0.02] * 2 + [0.03])
     off = ~packed.response_mask
-    for name in ("old_logprobs", "rollout_logprobs", "advantages", "loss_share"):
+    for name in ("old_logprobs", "advantages", "loss_share"):
         assert not getattr(packed, name)[off].any()
 
 
 def test_h10_nan_off_the_mask_never_reaches_a_micro_batch_and_nan_on_it_stays():
     """TRAPS H10."""
-    poisoned = MASKS[1].rollout_logprobs.clone()
-    poisoned[~MASKS[1].response_mask] = torch.nan
     old = MASKS[1].old_logprobs.clone()
+    old[~MASKS[1].response_mask] = torch.nan
     old[-1] = torch.nan
-    one = TrainSequence(MASKS[1].ids, MASKS[1].response_mask, poisoned, 1.0, old)
+    one = replace(MASKS[1], old_logprobs=old)
     packed = pack(flatten(mini_batch([one])), (0,), Layout(max_tokens=64), natural)
-    assert packed.rollout_logprobs.isfinite().all()
-    assert packed.old_logprobs.isnan().sum() == 1
+    assert MASKS[1].response_mask[-1] and packed.old_logprobs.isnan().sum() == 1
 
 
 def test_a_rank_without_rows_gets_one_short_dummy_that_trains_nothing():
