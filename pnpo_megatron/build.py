@@ -137,7 +137,7 @@ def build_learner(config: Config, inputs: Inputs, groups: ParallelGroups) -> Meg
             max_tokens=config.batching.max_tokens,
             padded=config.batching.layout == "padded",
             logprob_chunk=config.model.logprob_chunk,
-            gradient_cosine=config.run.gradient_cosine,
+            gradient_cosine=config.run.gradient_cosine and config.objective.epochs > 1,
         ),
     )
 

@@ -78,8 +78,8 @@ class Parts:
     """step, epoch, update, metrics."""
     finish_update: Callable[[Position], bool]
     """After an update: save what is due inside a batch; True to stop early."""
-    finish_step: Callable[[int, int], bool]
-    """After step and update: evaluate, export and save what is due; True to stop early."""
+    finish_step: Callable[[Position], bool]
+    """Between two batches: evaluate, export and save what is due; True to stop early."""
 
 
 def train(plan: Plan, parts: Parts, start: Position = START) -> int:
@@ -93,7 +93,7 @@ def train(plan: Plan, parts: Parts, start: Position = START) -> int:
     """
     learner, objective, at = parts.learner, parts.objective, start
     once = {} if at.batch else parts.sync(at.step)  # inside a batch nothing is sampled
-    if at == START and parts.finish_step(0, 0):
+    if at == START and parts.finish_step(at):
         return 0
 
     for step in range(at.step + 1, plan.steps + 1):
@@ -124,7 +124,7 @@ def train(plan: Plan, parts: Parts, start: Position = START) -> int:
                 return at.step
 
         at, once = replace(at, step=step, batch=None), parts.sync(step)
-        if parts.finish_step(step, at.update):
+        if parts.finish_step(at):
             return step
     return plan.steps
 

@@ -156,14 +156,15 @@ def rows_of(results: Mapping[str, Any]) -> list[list[object]]:
         last = [run["rejected_by_epoch"][-1] for run in runs]
         table.append([
             name, n,
-            *(_shown(interval([problem_scores(pick(run)) for run in runs])) for pick in (final, peak)),
-            None if gap is None else f"{_shown(gap[1], '+')}, n = {gap[0]}",
+            *(shown(interval([problem_scores(pick(run)) for run in runs])) for pick in (final, peak)),
+            None if gap is None else f"{shown(gap[1], '+')}, n = {gap[0]}",
             f"{runs[0]['responses']:,}", f"{100 * fmean(last):.1f} %",
         ])  # fmt: skip
     return table
 
 
-def _shown(values: tuple[float, float, float], sign: str = "") -> str:
+def shown(values: tuple[float, float, float], sign: str = "") -> str:
+    """A mean with its interval, in per cent."""
     mean, low, high = (100 * value for value in values)
     return f"{mean:{sign}.1f} [{low:{sign}.1f}, {high:{sign}.1f}]"
 
@@ -179,7 +180,7 @@ def differences(results: Mapping[str, Any]) -> tuple[list[str], list[list[object
 
     def cell(mine: Sequence[Run], other: Sequence[Run]) -> str | None:
         gap = None if mine is other else difference(mine, other)
-        return None if gap is None else f"{_shown(gap[1], '+')}, n = {gap[0]}"
+        return None if gap is None else f"{shown(gap[1], '+')}, n = {gap[0]}"
 
     rows = [[name, *(cell(mine, other) for other in groups.values())] for name, mine in groups.items()]
     return ["final, row minus column", *groups], rows  # type: ignore[return-value]

@@ -49,6 +49,10 @@ class FirstEpochGradient:
                 torch._foreach_add_(sums, [gradient.float() for gradient in part])
         return {}
 
+    def forget(self) -> None:
+        """Give the memory back: the batch is done."""
+        self._sum = []
+
     def _cosine(self, norm: float) -> float:
         """In float64, over all shards, as `gradient_norm` sums; not a number if either gradient is 0."""
         total = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())

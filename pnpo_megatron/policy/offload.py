@@ -31,6 +31,8 @@ class LearnerMemory:
 
     def offload(self) -> None:
         """Gradients are dropped, master weights and optimizer states go to the host."""
+        if self._learner.first_epoch:
+            self._learner.first_epoch.forget()
         for chunk in self._learner.chunks:
             chunk.offload_grad_buffers()
         self._learner.optimizer.offload_to_cpu()

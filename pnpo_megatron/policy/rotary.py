@@ -17,7 +17,8 @@ from pnpo_megatron.parallel.groups import group_rank, group_size
 
 MEGATRONS = rope_utils._apply_rotary_pos_emb_thd
 """What `use_packed_rotary` replaces."""
-_KEPT = "_angles_of_a_pack"
+_latest: tuple[Any, ...] = (None, None)
+"""Angles of one pack and what they are of. Not kept on `freqs`: Megatron uses that for later packs too."""
 
 
 def use_packed_rotary() -> None:
@@ -52,15 +53,15 @@ def packed_rotary(
 def _angles(
     t: Tensor, cu_seqlens: Tensor, freqs: Tensor, mscale: float, cp_group: ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """([T, 1, r] cosines, the same of sines), kept on `freqs`, which is new in every forward pass."""
-    key = (id(cu_seqlens), mscale, t.dtype)
-    kept: dict[Any, tuple[Tensor, Tensor, Tensor]] = freqs.__dict__.setdefault(_KEPT, {})
-    if key not in kept:
+    """([T, 1, r] cosines, the same of sines); those of the latest pack are at hand for its next layer."""
+    global _latest
+    same = _latest[0] is cu_seqlens and _latest[1] is freqs
+    if not same or _latest[2:4] != (mscale, t.dtype):
         places = positions(cu_seqlens, len(t), group_size(cp_group), group_rank(cp_group))
         angles = freqs.flatten(1).index_select(0, places).unsqueeze(1)
-        cos, sin = ((turn(angles) * mscale).to(t.dtype) for turn in (torch.cos, torch.sin))
-        kept[key] = cos, sin, cu_seqlens  # held, so that its id stays its own
-    return kept[key][:2]
+        turns = ((turn(angles) * mscale).to(t.dtype) for turn in (torch.cos, torch.sin))
+        _latest = (cu_seqlens, freqs, mscale, t.dtype, *turns)
+    return _latest[4], _latest[5]
 
 
 def positions(cu_seqlens: Tensor, tokens: int, cp_size: int, cp_rank: int) -> Tensor:

@@ -148,6 +148,7 @@ class EngineSampler(ABC):
         self.weights_digest = ""
         """Names the weights of the last sync by their checksums."""
         self._sender = WeightSender(expected_tensors(folder))
+        self._closing = False
         self._start()
 
     def wait_ready(self) -> None:
@@ -210,7 +211,8 @@ class EngineSampler(ABC):
         return self._groups(call, prompts, requests, values)
 
     def close(self) -> None:
-        """End the engine and everything it started."""
+        """End the engine and everything it started; a thread that samples meanwhile ends with an error."""
+        self._closing = True
         self._worker.close(CLOSE_S if self._ready else 0.0)  # a starting worker does not listen yet
         self._sender.close()
 
@@ -236,6 +238,8 @@ class EngineSampler(ABC):
 
     def _start_again(self, error: WorkerDied) -> None:
         """Another worker in the place of a dead one; it gets the weights before it is asked for anything."""
+        if self._closing:
+            raise error
         LOG.warning("%s; starting it again", str(error).splitlines()[0])
         self._worker.close(0.0)
         self._start()

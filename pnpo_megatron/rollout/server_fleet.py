@@ -138,6 +138,7 @@ class ServerFleet:
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._end(), self._loop)
             self._thread.join(timeout_s + CLOSE_S)
+        self._replies.put(RolloutError("the rollout servers were asked for no more: the run has ended"))
 
     def _talk(self) -> None:
         self._loop.run_forever()

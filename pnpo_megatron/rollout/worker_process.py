@@ -117,7 +117,8 @@ class WorkerProcess:
 
     def close(self, timeout_s: float) -> None:
         """End the worker: asked first, killed with all that it started after `timeout_s`."""
-        if self._lifeline < 0:
+        lifeline, self._lifeline = self._lifeline, -1
+        if lifeline < 0:
             return
         try:
             self._conn.send(Shutdown())
@@ -125,8 +126,7 @@ class WorkerProcess:
         except (OSError, subprocess.TimeoutExpired):
             self._kill()
         self._conn.close()
-        os.close(self._lifeline)
-        self._lifeline = -1
+        os.close(lifeline)
 
     def _kill(self) -> None:
         if self._process.poll() is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
-from dataclasses import replace
 from types import FrameType
 
 from torch import Tensor
@@ -169,10 +168,11 @@ class Run:
             self._say_stopped(f"update {at.update} of step {at.step + 1}")
         return stop
 
-    def finish_step(self, step: int, update: int) -> bool:
+    def finish_step(self, at: Position) -> bool:
         """Evaluate, export and save what is due; True to stop, with a checkpoint written."""
-        config, last = self.config, step == self.config.steps
-        at = self.position = replace(self.position, step=step, batch=None)
+        config, step = self.config, at.step
+        last = step == config.steps
+        self.position = at
         self.watch.place = f"evaluating, exporting and saving step {step}"
         score = None
         if step:
@@ -185,7 +185,7 @@ class Run:
             metrics = from_rank_zero(
                 lambda: evaluate_step(config, self.live, step), self.control, f"evaluating after step {step}"
             )
-            self.monitor.log_eval(step=step, update=update, metrics=metrics)
+            self.monitor.log_eval(step=step, update=at.update, metrics=metrics)
             score = metrics["eval/macro"]
         if step and (last or due(step, config.export.every)):
             export_step(config, self.live, step)

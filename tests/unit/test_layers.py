@@ -46,7 +46,6 @@ LAYERS: dict[str, Layer] = {
     "rollout": Layer((*SHARDED, "rollout"), ("safetensors", "transformers", "numpy")),
     "rollout.server_client": Layer((*SHARDED, "rollout"), ("httpx", "numpy", "pydantic_core")),
     "rollout.server_fleet": Layer((*SHARDED, "rollout"), ("httpx",)),
-    "rollout.server_stream": Layer((*SHARDED, "rollout"), ("httpx",)),
     "rollout.vllm_transfer": Layer((*SHARDED, "rollout"), ("vllm",)),
     "rollout.vllm_worker": Layer((*SHARDED, "rollout"), ("vllm", "safetensors", "transformers", "numpy")),
     "config": Layer(

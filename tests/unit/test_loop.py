@@ -65,9 +65,10 @@ class FakeLearner:
 def run(learner, plan, stop_after=None, start=START, stop_at_update=None, positions=None):
     calls, rows, positions = [], [], [] if positions is None else positions
 
-    def finish_step(step, update):
-        calls.append(("finish", step, update))
-        return step == stop_after
+    def finish_step(at):
+        assert at.batch is None
+        calls.append(("finish", at.step, at.update))
+        return at.step == stop_after
 
     def sync(step):
         calls.append(("sync", step))
@@ -284,7 +285,7 @@ def overlapped(generate_s: float, update_s: float, steps: int):
         learner=learner, objective=make_objective(name="pnpo"), collect=collect,
         begin=lambda step: ahead.begin(step, lambda: sample(step)), compare=lambda batch: {}, sync=sync,
         log=lambda step, epoch, update, metrics: rows.append((step, metrics["lag"])),
-        finish_update=lambda at: False, finish_step=lambda step, update: False,
+        finish_update=lambda at: False, finish_step=lambda at: False,
     )  # fmt: skip
     train(dataclasses.replace(PLAN, steps=steps, max_lag=1, learner_scores_old=False), parts)
     ahead.close()

@@ -48,6 +48,17 @@ def test_values_and_gradients_are_megatrons_bit_for_bit(size, rank, turned, late
         assert torch.equal(value, outcomes[0][0]) and torch.equal(gradient, outcomes[0][1])
 
 
+def test_one_pack_follows_another_with_the_same_frequencies():
+    t, first, freqs = pack(1, 16, 16)
+    second = first.clone()
+    second[1:-1] += 2  # as long, cut elsewhere
+    for cu_seqlens in (first, second, first):
+        wanted = MEGATRONS(t, cu_seqlens, freqs, cp_group=Group(1, 0))
+        assert torch.equal(packed_rotary(t, cu_seqlens, freqs), wanted)
+    other = packed_rotary(t.bfloat16(), first, freqs)
+    assert torch.equal(other, MEGATRONS(t.bfloat16(), first, freqs, cp_group=Group(1, 0)))
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_positions_of_all_ranks_are_each_sequences_own_once(size):
     _, cu_seqlens, _ = pack(size, 16, 16)

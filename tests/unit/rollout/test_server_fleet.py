@@ -6,6 +6,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -255,6 +256,14 @@ def test_a_passed_deadline_names_what_was_waited_for_and_who_owes_it() -> None:
             fleet.next(0.05)
         server.gate.set()
         fleet.rest()
+
+
+def test_closing_wakes_a_thread_that_waits_for_a_reply() -> None:
+    with FakeServer() as server, Fleet(server) as fleet, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(fleet.next, 60.0)
+        fleet.fleet.close(5.0)
+        with pytest.raises(RolloutError, match="the run has ended"):
+            waiting.result(timeout=10)
 
 
 def test_a_server_that_never_comes_up_is_named_at_the_deadline() -> None:

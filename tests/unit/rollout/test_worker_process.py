@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from pnpo_megatron.errors import ConfigError, RolloutError
 from pnpo_megatron.rollout import vllm_sampler
 from pnpo_megatron.rollout.messages import Ready
 from pnpo_megatron.rollout.vllm_sampler import VllmSampler
-from pnpo_megatron.rollout.worker_process import worker_environment
+from pnpo_megatron.rollout.worker_process import WorkerDied, worker_environment
 from pnpo_megatron.types import Prompt, Sampling
 
 TRAINER = """
@@ -54,6 +56,46 @@ def wait_until_ended(pid: int, seconds: float) -> bool:
     while not ended(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
     return ended(pid)
+
+
+class DeafWorker:
+    """Ready at once, never answers, and is dead once it is closed."""
+
+    started = 0
+
+    def __init__(self, *arguments: object, **settings: object) -> None:
+        type(self).started += 1
+        self._closed, self._ready = threading.Event(), True
+
+    def send(self, command: object) -> None:
+        pass
+
+    def receive(self, deadline: float, waiting_for: str) -> Ready:
+        if self._ready:
+            self._ready = False
+            return Ready(0.1, "deaf")
+        self._closed.wait(deadline - time.monotonic())
+        raise WorkerDied(f"the rollout worker is gone while waiting for {waiting_for}")
+
+    def close(self, timeout_s: float) -> None:
+        self._closed.set()
+
+
+def test_closing_beside_a_thread_that_samples_ends_it_and_starts_no_other_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_sampler, "WorkerProcess", DeafWorker)
+    monkeypatch.setattr(DeafWorker, "started", 0)
+    sampler = make_sampler(save_qwen2(tmp_path / "model", 1), initial_version=0, restarts=2)
+    sampler.wait_ready()
+    with ThreadPoolExecutor(1) as pool:
+        asked = [Prompt("p", (1, 2), "")], 2, Sampling(1.0, 4), ("x",)
+        groups = pool.submit(lambda: list(sampler.generate(*asked)))
+        time.sleep(0.2)  # either way the thread must end; it waits by now on any machine that is awake
+        sampler.close()
+        with pytest.raises(WorkerDied, match="is gone"):
+            groups.result(timeout=20)
+    assert DeafWorker.started == 1
 
 
 def test_the_workers_environment_has_no_trace_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
