@@ -64,8 +64,10 @@ class Receiver(NCCLWeightTransferEngine):
         elif entries:
             self._receive_broadcast({entry.name: entry for entry in entries})
         else:
-            end_reload(self.model, self.model_config, self._unset or set())
-            self.shutdown()
+            try:
+                end_reload(self.model, self.model_config, self._unset or set())
+            finally:
+                self.shutdown()
 
     def _receive_broadcast(self, entries: Mapping[str, TensorEntry]) -> None:
         if self._unset is None:
