@@ -13,7 +13,6 @@ from synthetic_run import write_synthetic_run
 from pnpo_megatron.analysis.compare import (
     build_page,
     difference,
-    differences,
     final,
     grouped,
     headings,
