@@ -57,6 +57,8 @@ def split_gate_up(fused: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
 def pad_vocab(parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
     """[vocab, hidden] to [padded_vocab, hidden] with zero rows at the end (TRAPS H24)."""
     (table,) = parts
+    if sizes.padded_vocab == sizes.vocab:
+        return table
     padding = table.new_zeros(sizes.padded_vocab - sizes.vocab, *table.shape[1:])
     return torch.cat((table, padding))
 

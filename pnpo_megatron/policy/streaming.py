@@ -144,9 +144,15 @@ class _Writer(dcp.FileSystemWriter):
 def _write(data: Tensor | io.BytesIO, file: IO[bytes]) -> None:
     if isinstance(data, io.BytesIO):
         file.write(data.getbuffer())
-    else:  # a view would be saved with all that lies behind it
+    else:
         with without_crc():
-            torch.save(data if data.untyped_storage().size() == data.nbytes else data.clone(), file)
+            torch.save(_alone(data), file)
+
+
+def _alone(data: Tensor) -> Tensor:
+    """The same bytes behind a storage of their own: a view would be saved with all that lies behind it."""
+    own = torch.from_numpy(data.contiguous().view(-1).view(torch.uint8).numpy())
+    return own.view(data.dtype).view(data.shape)
 
 
 class _Streamed(SaveShardedStrategy):
