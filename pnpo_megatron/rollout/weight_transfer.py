@@ -13,6 +13,7 @@ import mmap
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -159,21 +160,21 @@ class WeightSender:
         Raises:
             RolloutError: a tensor is missing, unexpected, sent twice, of another shape, or not finite.
         """
-        entries: list[TensorEntry] = []
+        entries: list[Future[TensorEntry]] = []
         offset = 0
-        for name, tensor in only_expected(tensors, self.expected):
-            entries.append(self._copy(name, tensor, offset))
-            offset += _aligned(tensor.numel() * tensor.element_size())
-        return tuple(entries), offset
+        with ThreadPoolExecutor(1, "describe-weights") as beside:  # while the next tensor is copied
+            for name, tensor in only_expected(tensors, self.expected):
+                entries.append(beside.submit(describe, name, self._copy(tensor, offset), offset))
+                offset += _aligned(tensor.numel() * tensor.element_size())
+        return tuple(entry.result() for entry in entries), offset
 
-    def _copy(self, name: str, tensor: Tensor, offset: int) -> TensorEntry:
+    def _copy(self, tensor: Tensor, offset: int) -> Tensor:
         nbytes = tensor.numel() * tensor.element_size()
         if nbytes:
             os.posix_fallocate(self.fd, offset, nbytes)  # no memory left: OSError here, not a SIGBUS below
         data = self._buffer[offset : offset + nbytes]
         shared = data.view(tensor.dtype).view(tensor.shape)
-        shared.copy_(tensor.detach())
-        return describe(name, shared, offset)
+        return shared.copy_(tensor.detach())
 
     def close(self) -> None:
         """Give the memory back; it goes when the receiver lets go of it too."""
@@ -191,10 +192,15 @@ class WeightReceiver:
 
     def tensors(self, entries: Sequence[TensorEntry]) -> Iterator[tuple[str, Tensor]]:
         """Each tensor as a view, once its checksum is right."""
-        for entry in entries:
-            dtype = getattr(torch, entry.dtype)
-            data = self._buffer[entry.offset : entry.offset + math.prod(entry.shape) * dtype.itemsize]
-            yield entry.name, verified(entry, data.view(dtype).view(entry.shape))
+        with ThreadPoolExecutor(1, "verify-weights") as beside:  # while the tensor before is loaded
+            checked = [beside.submit(verified, entry, self._view(entry)) for entry in entries]
+            for entry, tensor in zip(entries, checked, strict=True):
+                yield entry.name, tensor.result()
+
+    def _view(self, entry: TensorEntry) -> Tensor:
+        dtype = getattr(torch, entry.dtype)
+        data = self._buffer[entry.offset : entry.offset + math.prod(entry.shape) * dtype.itemsize]
+        return data.view(dtype).view(entry.shape)
 
 
 def _aligned(nbytes: int) -> int:

@@ -128,12 +128,13 @@ def trained_position_reset_per_chunk() -> Any:
 
 def rotary_position_reset_per_chunk() -> Any:
     """Every chunk is rotated as if it were the first."""
-    from megatron.core.models.common.embeddings import rope_utils
+    from pnpo_megatron.policy import rotary
 
-    def first_chunk(cp_rank: int, cp_size: int, states: Tensor, speeds: Tensor, offset: int = 0) -> Tensor:
-        return speeds[: len(states) // 2].repeat(2, *[1] * (speeds.dim() - 1))
+    def first_chunk(cu_seqlens: Tensor, tokens: int, cp_size: int, cp_rank: int) -> Tensor:
+        chunks = (cu_seqlens.diff() // (2 * cp_size)).tolist()
+        return torch.cat([torch.arange(chunk).repeat(2) for chunk in chunks])
 
-    return patch.object(rope_utils, "_get_thd_freqs_on_this_cp_rank", first_chunk)
+    return patch.object(rotary, "positions", first_chunk)
 
 
 FAULTS: dict[str, tuple[str, str, Callable[[], Any]]] = {

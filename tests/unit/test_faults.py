@@ -37,5 +37,10 @@ def test_no_wait_or_deadline_looks_at_a_clock_that_can_jump(folder):
 
 @pytest.mark.parametrize("folder", ["pnpo_megatron", "tools"])
 def test_nothing_that_could_be_code_is_unpickled(folder):
-    found = [where for where, call in calls(folder) if ast.unparse(call.func) in RUNS_WHAT_IT_READS]
+    found = [
+        where
+        for where, call in calls(folder)
+        if ast.unparse(call.func) in RUNS_WHAT_IT_READS
+        and "weights_only=True" not in map(ast.unparse, call.keywords)  # torch's reader of tensors only
+    ]
     assert not found, "policy/checkpoint.py has the one reader of pickles, which knows names of data only"
