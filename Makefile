@@ -70,9 +70,8 @@ bench: $(STAMP) $(BENCH_STAMP) $(SMOLLM2_STAMP)  ## measure communication, memor
 	@echo "bench: objective_cost"; PYTHONPATH=. $(BENCH_VENV)/bin/python bench/objective_cost.py
 	@$(BIN)/python bench/write_tables.py
 
-bench-rollout: $(SMOLLM2_STAMP)  ## the sampler against plain vLLM and transformers, on SmolLM2 (minutes)
-	@cd examples/smollm2_cpu && $(CURDIR)/$(BIN)/python make_model.py
-	@PYTHONPATH=. $(BIN)/python bench/rollout_throughput.py --model examples/smollm2_cpu/model --stop 30 --rounds 1
+bench-rollout: $(STAMP)  ## the sampler against plain vLLM and transformers (minutes)
+	@PYTHONPATH=. $(BIN)/python bench/rollout_throughput.py
 	@$(BIN)/python bench/write_tables.py
 
 bench-peers: $(STAMP) $(BENCH_STAMP)  ## the arithmetic example through TRL's trainer and through this one (minutes)
