@@ -6,11 +6,10 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from pnpo_megatron.policy.optimizer import PIECE, copies_of
+from pnpo_megatron.policy.optimizer import gradients, product_over_shards
 
 
 class FirstEpochGradient:
@@ -41,11 +40,11 @@ class FirstEpochGradient:
             return {}
         if again:
             return {"gradient/cosine_first_epoch": self._cosine(norm)} if self._sum else {}
-        gradients = [part.get_main_grads_for_grad_norm() for part in self.optimizer.chained_optimizers]
         if not self._sum:
-            self._sum = [[gradient.float().clone() for gradient in part] for part in gradients]
+            shards = gradients(self.optimizer)
+            self._sum = [[gradient.float().clone() for gradient in part] for part in shards]
         else:
-            for sums, part in zip(self._sum, gradients, strict=True):
+            for sums, part in zip(self._sum, gradients(self.optimizer), strict=True):
                 torch._foreach_add_(sums, [gradient.float() for gradient in part])
         return {}
 
@@ -54,14 +53,7 @@ class FirstEpochGradient:
         self._sum = []
 
     def _cosine(self, norm: float) -> float:
-        """In float64, over all shards, as `gradient_norm` sums; not a number if either gradient is 0."""
-        total = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
-        for sums, part in zip(self._sum, self.optimizer.chained_optimizers, strict=True):
-            for first, now in zip(sums, part.get_main_grads_for_grad_norm(), strict=True):
-                pieces = zip(first.view(-1).split(PIECE), now.reshape(-1).split(PIECE), strict=True)
-                for a, b in ((a.double(), b.double()) for a, b in pieces):
-                    total += torch.stack([(a * b).sum(), a.square().sum()]) / copies_of(part)
-        dist.all_reduce(total)
-        product, squares = total.tolist()
-        length = math.sqrt(squares) * norm
+        """Not a number if either gradient is 0."""
+        product = product_over_shards(self.optimizer, self._sum, gradients(self.optimizer))
+        length = math.sqrt(product_over_shards(self.optimizer, self._sum, self._sum)) * norm
         return product / length if length else math.nan

@@ -182,25 +182,35 @@ def gradient_norm(optimizer: MegatronOptimizer) -> float:
     `apply_gradient` reads them.
     """
     optimizer.prepare_grads()
-    total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
-    for part in optimizer.chained_optimizers:
-        total += _sum_of_squares(part.get_main_grads_for_grad_norm()) / copies_of(part)
-    dist.all_reduce(total)
-    squares = float(total)
+    shards = gradients(optimizer)
+    squares = product_over_shards(optimizer, shards, shards)
     return math.inf if squares > torch.finfo(torch.float32).max else math.sqrt(squares)  # Adam squares it too
 
 
-def copies_of(part: MegatronOptimizer) -> float:
-    """How many ranks hold each number that `part` counts in a gradient's norm."""
-    return dist.get_world_size() / dist.get_world_size(part.get_grad_stats_parallel_group())
+def gradients(optimizer: MegatronOptimizer) -> list[list[Tensor]]:
+    """This rank's shards of the gradient, by part of the optimizer; `gradient_norm` prepares them."""
+    return [part.get_main_grads_for_grad_norm() for part in optimizer.chained_optimizers]
 
 
-def _sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
+def product_over_shards(
+    optimizer: MegatronOptimizer, one: Sequence[Sequence[Tensor]], other: Sequence[Sequence[Tensor]]
+) -> float:
+    """Inner product in float64 of two gradients as `gradients` gives them. Collective over all ranks."""
+    total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
+    for part, a, b in zip(optimizer.chained_optimizers, one, other, strict=True):
+        copies = dist.get_world_size() / dist.get_world_size(part.get_grad_stats_parallel_group())
+        total += _product(a, b) / copies
+    dist.all_reduce(total)
+    return float(total)
+
+
+def _product(one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
     """Scalar float64; in pieces, so that no gradient is copied whole."""
     total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
-    for gradient in gradients:
-        for piece in gradient.reshape(-1).split(PIECE):
-            total += piece.double().square().sum()  # adds in pairs; a dot product loses 1e-12
+    for a, b in zip(one, other, strict=True):
+        for x, y in zip(a.reshape(-1).split(PIECE), b.reshape(-1).split(PIECE), strict=True):
+            wide = x.double()
+            total += (wide * (wide if a is b else y.double())).sum()  # in pairs; a dot product loses 1e-12
     return total
 
 
