@@ -1,6 +1,6 @@
 """Save and load of model and optimizer: bandwidth, and what a save in the background costs the next update.
 
-    PYTHONPATH=. python bench/checkpoint.py [--layers 8] [--rounds 5] [--folder DIR] [--out FILE]
+    PYTHONPATH=. python bench/checkpoint.py [--layers 8] [--rounds 5] [--folder DIR] [--out FOLDER]
 
 One rank, Qwen2 of hidden size 512, float32, AdamW: 12 bytes a parameter, written to the end of the disk
 (fsync), with SHA-256 of every file, in the form of frequent saves (dp_reshardable). In every round an update
@@ -10,7 +10,6 @@ update waits for *begin*; *delay* is when it is done: on CPUs it shares the core
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import shutil
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import Bound, Row, report
+from measure import Bound, Row, options, report
 
 from pnpo_megatron.algorithm.presets import make_objective
 from pnpo_megatron.convert.hf_folder import HfFolder
@@ -122,14 +121,10 @@ class Measured:
 
 def main() -> None:
     """Measure and report."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, rounds=5)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--folder", type=Path, help="disk to write to; default the temporary folder's")
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     work = Path(tempfile.mkdtemp(dir=arguments.folder))
     try:

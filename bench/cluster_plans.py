@@ -1,8 +1,9 @@
 """What `pnpo-megatron doctor` says about the shipped cluster configurations: GB of the fullest GPU, seconds.
 
-    python bench/cluster_plans.py          # from the repository; arithmetic only, nothing is run
+    PYTHONPATH=. python bench/cluster_plans.py [--out FOLDER]
 
-The cluster of each is read from its own header. These are predictions; docs/clusters.md has the assumptions.
+Arithmetic only, nothing is run. The cluster of each is read from its own header. These are
+predictions; docs/clusters.md has the assumptions.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from measure import Row, report
+from measure import Row, options, report
 
 from pnpo_megatron.config import load_config
 from pnpo_megatron.planning.cluster import load_cluster
@@ -53,4 +54,4 @@ def planned(name: str) -> Row:
 
 
 if __name__ == "__main__":
-    report("cluster_plans", [planned(name) for name in CONFIGS])
+    report("cluster_plans", [planned(name) for name in CONFIGS], out=options(__doc__).parse_args().out)

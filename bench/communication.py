@@ -1,6 +1,6 @@
 """What context-parallel ranks send each other for the objective, against gathering log-probs.
 
-    OMP_NUM_THREADS=1 python bench/communication.py [--ranks 2 4 8] [--rounds 31]
+    OMP_NUM_THREADS=1 python bench/communication.py [--ranks 2 4 8] [--rounds 31] [--out FOLDER]
 
 32 responses of 15,360 tokens, zigzag over C gloo processes. Bytes are counted at the collective, for the
 whole objective: ratio statistics, loss, backward. Other trainers gather the log-probs of all ranks and undo
@@ -10,14 +10,13 @@ included), and "scan", the prefix sums with their exchange, against "gather and 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import Bound, Row, on_ranks, report, take_turns
+from measure import Bound, Row, on_ranks, options, report, take_turns
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -130,18 +129,15 @@ def measure(ranks: int, rounds: int) -> tuple[Row, list[Bound]]:
 
 def main() -> None:
     """One row for each C."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, rounds=31)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--rounds", type=int, default=31)
     args = parser.parse_args()
     measured = []
     for ranks in args.ranks:
         measured.append(measure(ranks, args.rounds))
         print(f"C = {ranks} measured", flush=True)
     rows, bounds = zip(*measured, strict=True)
-    report("communication", rows, [bound for some in bounds for bound in some])
+    report("communication", rows, [bound for some in bounds for bound in some], out=args.out)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Conversion of a full-size model both ways: time against a plain copy, memory against the largest tensor.
 
-    OMP_NUM_THREADS=1 python bench/conversion.py [--layers 28] [--rounds 1] [--folder DIR] [--out FILE]
+    OMP_NUM_THREADS=1 python bench/conversion.py [--layers 28] [--rounds 1] [--folder DIR] [--out FOLDER]
 
 The shape is Qwen2-1.5B's, untied (R1-Distill-Qwen-1.5B): 3.5 GB of random bfloat16. Needs four times that on
 the disk of --folder, and removes it. Each conversion is the command line in a process of its own, its imports
@@ -10,7 +10,6 @@ and counted above that of an interpreter that has imported torch. The copy is of
 
 from __future__ import annotations
 
-import argparse
 import filecmp
 import json
 import os
@@ -24,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from measure import Bound, Row, report
+from measure import Bound, Row, options, report
 from torch import Tensor
 
 from pnpo_megatron.convert.families import hf_shapes
@@ -140,13 +139,9 @@ def torch_alone() -> int:
 
 def main() -> None:
     """One row for the copy and one for each way."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, rounds=1)
     parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="where to work; default: the system's temporary folder")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="conversion-", dir=args.folder) as name:
         folder = Path(name)

@@ -1,6 +1,6 @@
 """Time of the objective and of the scan against context parallelism and response length, as a plot.
 
-    OMP_NUM_THREADS=1 python bench/cost_growth.py [--rounds 5]
+    OMP_NUM_THREADS=1 python bench/cost_growth.py [--rounds 5] [--out FOLDER]
 
 Draws docs/figures/cost_growth.svg. "objective" is ratio statistics, loss and backward on one rank, "scan" the
 prefix sums alone. It is CPU time of a rank's process, because eight ranks on two cores wait for each other;
@@ -10,7 +10,6 @@ longest response at C = 1, divided by C and in proportion to the length.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from measure import Row, on_ranks, report, take_turns
+from measure import Bound, Row, on_ranks, options, report, take_turns
 
 from pnpo_megatron.algorithm import make_objective, policy_loss
 from pnpo_megatron.parallel.cp_layout import local_index
@@ -31,6 +30,8 @@ LENGTHS = tuple(1024 * 2**n for n in range(8))
 RANKS = (1, 2, 4, 8)
 FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "cost_growth.svg"
 PARTS = ("objective", "scan")
+LIMIT = 1.5
+"""CPU time of a rank against a perfect scan's, at the longest response."""
 
 
 def one_rank(lengths: tuple[int, ...], rounds: int) -> dict[int, dict[str, list[float]]]:
@@ -108,10 +109,7 @@ def _panel(axes: Axes, part: str, rows: list[Row]) -> None:
 
 def main() -> None:
     """All lengths for every C, then the plot."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = options(__doc__, rounds=5)
     args = parser.parse_args()
     rows: list[Row] = []
     for ranks in RANKS:
@@ -119,7 +117,17 @@ def main() -> None:
         print(f"C = {ranks} measured", flush=True)
     add_perfect(rows)
     draw(rows)
-    report("cost_growth", rows)
+    longest = [row for row in rows if row["C"] > 1 and row["length"] == max(LENGTHS)]
+    bounds = [
+        Bound(
+            f"C = {row['C']}, {row['length']:,} tokens: {part} / perfect",
+            row[f"{part} / perfect"],
+            LIMIT,
+        )
+        for part in PARTS
+        for row in longest
+    ]
+    report("cost_growth", rows, bounds, out=args.out)
 
 
 if __name__ == "__main__":

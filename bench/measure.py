@@ -6,6 +6,7 @@ and only ratios are judged.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import multiprocessing
@@ -41,27 +42,45 @@ class Bound:
         """Measured is at most the limit."""
         return self.measured <= self.limit
 
+    def verdict(self, earlier: float = math.inf) -> str:
+        """In words; over 10 % worse than the committed figure says so."""
+        said = "holds" if self.holds else "DOES NOT HOLD"
+        return said + f", WORSE than the committed {earlier:.4g}" * (self.measured > 1.1 * earlier)
+
+
+def options(doc: str | None, rounds: int | None = None) -> argparse.ArgumentParser:
+    """What every script takes: `--out`, and `--rounds` where there are any."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="folder of the result; default: %(default)s"
+    )
+    return parser
+
 
 def take_turns(
     runs: Mapping[str, Callable[[], object]],
     rounds: int,
     *,
+    warm_up: bool = True,
     before: Callable[[], object] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds of every run, round by round; one round more is run first, and not counted.
+    """Seconds of every run, round by round.
 
     Args:
+        warm_up: one round more is run first, and not counted.
         before: called before every single run, outside its time (a barrier).
         clock: seconds; `time.process_time` counts CPU time, which other processes disturb less.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(rounds + 1):
+    for counted in [False] * warm_up + [True] * rounds:
         for name, run in runs.items():
             before()
             start = clock()
             run()
-            if number:
+            if counted:
                 seconds[name].append(clock() - start)
     return seconds
 
@@ -135,23 +154,17 @@ def _rank_main(
         dist.destroy_process_group()
 
 
-def report(name: str, rows: Sequence[Row], bounds: Sequence[Bound] = (), *, out: Path | None = None) -> None:
-    """Print a Markdown table and the bounds, and write both to `bench/results/NAME.json`, or to `out`.
-
-    A figure that got over 10 % worse than in the last commit says so.
-    """
+def report(name: str, rows: Sequence[Row], bounds: Sequence[Bound] = (), *, out: Path = RESULTS) -> None:
+    """Print a Markdown table and the bounds, and write both to NAME.json in the folder `out`."""
     print(table(rows), flush=True)
     earlier = committed(name)
     for bound in bounds:
-        verdict = "holds" if bound.holds else "DOES NOT HOLD"
-        if bound.measured > 1.1 * earlier.get(bound.what, math.inf):
-            verdict += f", WORSE than the committed {earlier[bound.what]:.4g}"
+        verdict = bound.verdict(earlier.get(bound.what, math.inf))
         print(f"{bound.what}: {bound.measured:.4g}, at most {bound.limit:.4g}: {verdict}", flush=True)
-    path = out or RESULTS / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     judged = [asdict(bound) | {"holds": bound.holds} for bound in bounds]
     content = {"name": name, "machine": machine(), "bounds": judged, "rows": list(rows)}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 def committed(name: str) -> dict[str, float]:

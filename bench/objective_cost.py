@@ -9,15 +9,13 @@ measured in processes of their own, above the inputs, and contain the gradient t
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from measure import Bound, Row, in_fresh_process, median_ratio, peak_bytes, report, take_turns
+from measure import Bound, Row, in_fresh_process, median_ratio, options, peak_bytes, report, take_turns
 from peer_losses import CLIP, Loss, check_versions, trl_loss, verl_loss
 from torch import Tensor
 
@@ -118,13 +116,9 @@ def measure(shape: tuple[int, int, str, str], rounds: int) -> tuple[list[Row], l
 
 def main() -> None:
     """Full and mixed lengths with the integer mask of the peers' trainers, full lengths with a bool one."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, rounds=5)
     parser.add_argument("--responses", type=int, default=512)
     parser.add_argument("--length", type=int, default=15_360)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     check_versions()
     for load in (trl_loss, verl_loss):

@@ -1,30 +1,32 @@
 """How much of the packed micro-batches is padding, and how long ranks wait for the fullest one.
 
-    python bench/packing.py
+    PYTHONPATH=. python bench/packing.py [--run FOLDER ...] [--out FOLDER]
 
-Lengths: rollouts that the examples stored, where they have run, and drawn ones up to 15,360 tokens. `padding`
-is the share of slots that hold no token; `idle` the share, over the update, that the fullest rank keeps the
-others waiting; `of fewest` how many micro-batches there are over the fewest possible.
+Lengths: rollouts that the CPU examples once stored (stored_lengths.json), those of the runs that are named,
+and drawn ones up to 15,360 tokens. `padding` is the share of slots that hold no token; `idle` the share, over
+the update, that the fullest rank keeps the others waiting; `of fewest` how many micro-batches there are over
+the fewest possible.
 """
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from measure import Bound, Row, report
+from measure import Bound, Row, options, report
 
 from pnpo_megatron.data.partition import Layout, plan_micro_batches
 
 RESPONSES, PROMPT, LIMIT = 512, 150, 15_360
-EXAMPLES = Path(__file__).parents[1] / "examples"
+STORED = Path(__file__).parent / "stored_lengths.json"
 SPLITS = ((32, 1, 1), (16, 2, 1), (8, 2, 2), (4, 8, 1))
 """(data, context, tensor) on 32 ranks."""
 
 
 def stored_lengths(run: Path) -> list[int]:
-    """Tokens of every stored sequence of a run, prompt included; nothing where it has not run."""
+    """Tokens of every stored sequence of a run, prompt included."""
     from safetensors import safe_open
 
     lengths: list[int] = []
@@ -68,18 +70,19 @@ def measure(name: str, lengths: Sequence[int], split: tuple[int, int, int], max_
 
 def main() -> None:
     """One row for each distribution and split."""
+    parser = options(__doc__)
+    parser.add_argument("--run", type=Path, nargs="+", default=[], help="folders of runs, rollouts kept")
+    args = parser.parse_args()
     rows = []
     for name, lengths in (("heavy-tailed", heavy_tailed(RESPONSES)), ("uniform", uniform(RESPONSES))):
         rows += [measure(name, lengths, split, 16_384) for split in SPLITS]
-    for name in ("arithmetic_cpu/runs/arithmetic", "smollm2_cpu/runs/smollm2"):
-        lengths = stored_lengths(EXAMPLES / name)[:RESPONSES]
-        if lengths:
-            rows.append(measure(f"stored by {name.split('/')[0]}", lengths, (2, 1, 1), 1024))
+    stored = json.loads(STORED.read_text()) | {run.name: stored_lengths(run) for run in args.run}
+    rows += [measure(f"stored by {name}", some[:RESPONSES], (2, 1, 1), 1024) for name, some in stored.items()]
     bounds = [
         Bound(f"{row['lengths']}, {row['data x context x tensor']}: padding", row["padding"], 0.03)
         for row in rows
     ]
-    report("packing", rows, bounds)
+    report("packing", rows, bounds, out=args.out)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The arithmetic example through TRL 1.16's GRPOTrainer (num_iterations = 4) and through this product.
 
-    PYTHONPATH=. .venv/bin/python bench/peers.py [--steps 5] [--threads 1]
+    PYTHONPATH=. .venv/bin/python bench/peers.py [--steps 5] [--threads 1] [--out FOLDER]
 
 Same model, prompts, rewards, temperature, learning rate, grpo objective, number of updates and threads a
 process. TRL generates with transformers, which is what it does without a vLLM server. Both final models are
@@ -10,7 +10,6 @@ are of the loop alone, sampling included.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
@@ -20,7 +19,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from measure import Bound, Row, report
+from measure import Bound, Row, options, report
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "arithmetic_cpu"
@@ -127,9 +126,7 @@ def accuracy(model: Path, out: Path) -> float:
 
 def main() -> None:
     """Both, and a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
@@ -140,7 +137,8 @@ def main() -> None:
             found = side(Path(folder) / side.__name__, arguments.steps, arguments.threads)
             reached = accuracy(found["model"], Path(folder) / f"{side.__name__}_scores")
             rows.append({"trainer": name, **figures(found, start, reached)})
-    report("peers", rows, [Bound(what, ratio, 1.0) for what, ratio in ratios(*rows).items()])
+    bounds = [Bound(what, ratio, 1.0) for what, ratio in ratios(*rows).items()]
+    report("peers", rows, bounds, out=arguments.out)
 
 
 def figures(found: Row, start: float, reached: float) -> Row:

@@ -10,14 +10,13 @@ transformers gets one batch of all responses and runs until the longest ends.
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from measure import Bound, Row, report
+from measure import Bound, Row, options, report
 
 from pnpo_megatron.rollout.messages import EngineSettings
 from pnpo_megatron.rollout.requests import make_request, sampling_values
@@ -135,14 +134,10 @@ def measure(run: Callable[[], int], worker: int) -> tuple[int, float, float]:
 
 def main() -> None:
     """A line a round, a table of the best, and what is promised."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, rounds=3)
     parser.add_argument("--responses", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--stop", help="token ids at which a response of --model ends, with commas")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     stop = tuple(map(int, args.stop.split(","))) if args.stop else STOP
     sampling = Sampling(1.0, 256, stop_token_ids=stop)

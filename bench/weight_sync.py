@@ -1,6 +1,6 @@
 """Weight sync with the engine in a child process: its time against a memory copy and vLLM's own reloading.
 
-    PYTHONPATH=. OMP_NUM_THREADS=1 python bench/weight_sync.py [--model HF_FOLDER] [--rounds 5] [--out FILE]
+    PYTHONPATH=. OMP_NUM_THREADS=1 python bench/weight_sync.py [--model HF_FOLDER] [--rounds 5] [--out FOLDER]
 
 A sync writes all tensors into shared memory, checks that they are finite, sums them up on both sides, and has
 vLLM load them. In every round the sync, a copy of the same bytes from memory to memory, and vLLM's reload of
@@ -9,7 +9,6 @@ the same tensors in this process take turns. Promised: at most four copies and o
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import Bound, Row, report, take_turns
+from measure import Bound, Row, options, report, take_turns
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -57,12 +56,8 @@ def measure(folder: Path, dtype: str, rounds: int, log: Path) -> tuple[Row, Boun
 
 def main() -> None:
     """One row a dtype."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, rounds=5)
     parser.add_argument("--model", type=Path, default=DEFAULT)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if not list(args.model.glob("*.safetensors")):
         raise SystemExit(f"error: {args.model} has no weights; `make smollm2` makes them, or give --model")

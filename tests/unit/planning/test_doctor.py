@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 
 import pytest
 import torch
+from doctor_checks import parameters_on_meta, planned_parameters
 
 from pnpo_megatron.cli import main
 from pnpo_megatron.config import load_config
-from pnpo_megatron.convert.families import hf_shapes, read_architecture
 from pnpo_megatron.errors import ConfigError, ConversionError
 from pnpo_megatron.parallel.settings import ParallelSettings
 from pnpo_megatron.planning.activations import in_flight
@@ -36,23 +34,9 @@ CLUSTERS = {
 SHIPPED = [path for folder in CLUSTERS for path in sorted((ROOT / "examples" / folder).glob("*.toml"))]
 
 
-def on_meta(path: Path) -> int:
-    """Parameters of the model that transformers builds from a config.json, without memory."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def counted(path: Path) -> int:
-    values = json.loads(path.read_text(encoding="utf-8"))
-    return sum(prod(shape) for shape in hf_shapes(read_architecture(values)).values())
-
-
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.parent.name)
 def test_parameters_of_the_example_models_are_those_of_transformers(path: Path) -> None:
-    assert counted(path) == on_meta(path)
+    assert planned_parameters(path) == parameters_on_meta(path)
 
 
 @pytest.mark.skipif(not PUBLIC.is_dir(), reason="the public configs are not beside the project")
@@ -61,11 +45,11 @@ def test_parameters_of_every_supported_public_config_are_those_of_transformers()
     checked = 0
     for path in sorted(PUBLIC.glob("*.json")):
         try:
-            here = counted(path) if path.stem != "index" else None
+            here = planned_parameters(path) if path.stem != "index" else None
         except ConversionError:
             continue
         if here is not None:
-            assert here == on_meta(path), path.stem
+            assert here == parameters_on_meta(path), path.stem
             checked += 1
     assert checked > 25
 
