@@ -137,6 +137,7 @@ def build_learner(config: Config, inputs: Inputs, groups: ParallelGroups) -> Meg
             max_tokens=config.batching.max_tokens,
             padded=config.batching.layout == "padded",
             logprob_chunk=config.model.logprob_chunk,
+            moe_bias_rate=config.model.moe_bias_rate,
             gradient_cosine=config.run.gradient_cosine and config.objective.epochs > 1,
         ),
     )
@@ -162,7 +163,7 @@ def start_sampler(config: Config, inputs: Inputs) -> EngineSampler:
         "stream": rollout.weight_transfer != "auto",
     }
     if rollout.engine == "server":
-        limits = {key: options[key] for key in ("dtype", "max_model_len", "max_num_seqs")}
+        limits = {key: options[key] for key in ("dtype", "max_model_len", "max_num_seqs", "routes")}
         return ServerSampler(inputs.folder.path, rollout.servers, **limits, **common)
     return VllmSampler(
         inputs.folder.path,

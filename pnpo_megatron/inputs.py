@@ -132,7 +132,19 @@ def _read_model(config: Config, parallel: ParallelSettings) -> HfFolder:
 
 def experts_settings(config: Config, arch: Architecture) -> dict[str, Any]:
     """Settings of a mixture of experts, as fields of Megatron's configuration; see `experts_overrides`."""
-    return experts_overrides(arch, aux_loss=config.model.moe_aux_loss, replay=config.model.router_replay)
+    replay = config.model.router_replay
+    if replay == "rollout" and config.rollout.engine == "vllm" and not torch.cuda.is_available():
+        raise ConfigError(
+            'model.router_replay = "rollout": without a CUDA device vLLM does not tell where it sent tokens; '
+            "use true"
+        )
+    return experts_overrides(
+        arch,
+        aux_loss=config.model.moe_aux_loss,
+        bias_rate=config.model.moe_bias_rate,
+        replay=bool(replay),
+        grouped=config.model.grouped_experts,
+    )
 
 
 def _check_reward(name: str) -> None:

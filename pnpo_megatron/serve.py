@@ -89,6 +89,7 @@ def engine_options(config: Config) -> dict[str, Any]:
         "kv_cache_memory_bytes": rollout.kv_cache_bytes or default_cache_bytes(),
         "max_num_seqs": rollout.max_num_seqs,
         "enforce_eager": not on_gpu if rollout.enforce_eager is None else rollout.enforce_eager,
+        "routes": config.model.router_replay == "rollout",
     }
 
 

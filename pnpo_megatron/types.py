@@ -67,6 +67,9 @@ class Rollout:
     trained: Tensor | None = None
     """[L] bool, False on tokens that the policy did not write (a tool's answer in a conversation of several
     turns): they are read, but neither trained nor counted in t and L. None: all are the policy's."""
+    routes: Tensor | None = None
+    """[n - 1, layers, k] int16: experts of every token of prompt and response but the last, which the engine
+    never read; None if it did not tell."""
 
     @property
     def truncated(self) -> bool:
@@ -101,6 +104,8 @@ class TrainSequence:
     """[n] float32, 0 off the mask; set once, then frozen for all K epochs."""
     correction: Tensor | None = None
     """[n] float32 factors of the loss (`Correction.factors`); None: all are 1."""
+    routes: Tensor | None = None
+    """[n, layers, k] int16: experts that the sampler sent each token to, the learner does too."""
 
     @property
     def length(self) -> int:

@@ -23,8 +23,13 @@ class ModelConfig(Section):
     """Keep three of five MLP activations, compute the others again for backward; None does so on GPUs."""
     moe_aux_loss: NonNegativeFloat = 0.0
     """Coefficient of the load-balancing loss of a mixture of experts."""
-    router_replay: bool = False
-    """Send each token to the experts that its old log-probs saw, in all epochs of a batch."""
+    moe_bias_rate: NonNegativeFloat = 0.0
+    """How far an update moves each expert's bias towards an even load; for routers that have such a bias."""
+    grouped_experts: bool = False
+    """Compute a rank's experts in one grouped product each way instead of one after the other."""
+    router_replay: bool | Literal["rollout"] = False
+    """Send each token to the experts that its old log-probs saw, in all epochs of a batch; "rollout": old
+    log-probs too, to those that it was sampled with (GPUs only)."""
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
     logprob_chunk: PositiveInt = 1024
     """Tokens that go through the output layer at once; bounds the memory of logits."""

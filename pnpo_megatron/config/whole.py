@@ -91,7 +91,7 @@ class Config(BaseSettings):
             'objective.old_logprobs = "rollout"': self.objective.old_logprobs == "rollout",
             "rollout.colocated = true": rollout.colocated,
             "rollout.replay": rollout.replay,
-            "model.router_replay = true": self.model.router_replay,
+            "model.router_replay = true": self.model.router_replay is True,
         }
         if rollout.overlap_logprobs and any(found.values()):
             raise ValueError(
@@ -116,9 +116,10 @@ class Config(BaseSettings):
     def _routes_can_be_replayed(self) -> Self:
         if not self.model.router_replay:
             return self
+        sampled = self.model.router_replay == "rollout"  # such routes are part of the batch
         problems = {
-            "objective.old_logprobs": self.objective.old_logprobs == "learner" or "learner",
-            "checkpoint.within_batch": self.checkpoint.within_batch == 0 or 0,
+            "objective.old_logprobs": sampled or self.objective.old_logprobs == "learner" or "learner",
+            "checkpoint.within_batch": sampled or self.checkpoint.within_batch == 0 or 0,
             "model.recompute": self.model.recompute != "full" or self.parallel.pipeline == 1 or "selective",
         }
         for key, works in problems.items():

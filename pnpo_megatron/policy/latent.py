@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -10,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from pnpo_megatron.convert.architecture import Architecture, Yarn
 from pnpo_megatron.policy.cp_attention import SdpaCoreAttention
-from pnpo_megatron.policy.spec import RmsNorm
+from pnpo_megatron.policy.spec import RmsNorm, group_experts
 
 if not isinstance(multi_latent_attention.TELinear, type):
     # Megatron-Core 0.16.1 takes a stand-in for TransformerEngine, and asks isinstance of what is no class.
@@ -65,13 +66,16 @@ def _positions(yarn: Yarn | None) -> dict[str, Any]:
 
 def latent_block_spec(config: TransformerConfig, *, vp_stage: int | None) -> Any:
     """The layers of one stage, the first ones dense, with our norms and attention."""
+    plain = copy(config)
+    plain.moe_grouped_gemm = False  # Megatron would take a package's experts; ours come below
     spec = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
+        plain, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
     )
     for layer in spec.layer_specs:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RmsNorm
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = SdpaCoreAttention
         attention.q_layernorm = attention.kv_layernorm = LatentNorm
+        group_experts(layer, config)
     spec.layer_norm = RmsNorm
     return spec

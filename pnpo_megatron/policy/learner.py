@@ -68,6 +68,8 @@ class LearnerSettings:
     padded: bool = False
     logprob_chunk: int = 1024
     """Tokens that go through the output layer at once."""
+    moe_bias_rate: float = 0.0
+    """Of `Routing.balance`, after every update that is taken."""
     gradient_cosine: bool = False
     """Compare later epochs' gradients with the first's; holds one more gradient."""
 
@@ -133,7 +135,7 @@ class MegatronLearner:
             logprobs, _ = self._score(hidden, micro_batch)
             return logprobs.new_zeros(()), torch.zeros((), dtype=torch.int), (micro_batch, logprobs)
 
-        self.routing.record()
+        self.routing.record(mini_batch)
         results = run_schedule(self.chunks, work, self.groups, last_stage, self.routing, forward_only=True)
         self.routing.keep(mini_batch, work.flat)
         return whole_sequences(work, results, self.groups, self.device)
@@ -159,6 +161,7 @@ class MegatronLearner:
         reason = self._agree(skip_reason(total), norm)
         if not reason:
             apply_gradient(self.optimizer, self.optimizer_settings.clip_grad, norm)
+            self.routing.balance(self.settings.moe_bias_rate)
         seconds = perf_counter() - begin
         return {
             **summarise(total),

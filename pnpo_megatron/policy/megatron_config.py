@@ -106,17 +106,30 @@ def _shape_fields(arch: Architecture) -> dict[str, Any]:
     }
 
 
-def experts_overrides(arch: Architecture, *, aux_loss: float, replay: bool) -> dict[str, Any]:
+def experts_overrides(
+    arch: Architecture, *, aux_loss: float, bias_rate: float, replay: bool, grouped: bool
+) -> dict[str, Any]:
     """Fields of TransformerConfig that settings of a mixture of experts stand for.
 
     Raises:
-        ConfigError: such a setting, and a model without experts.
+        ConfigError: such a setting, and a model without experts, or without a bias of experts.
     """
-    if arch.experts is None and (aux_loss or replay):
-        key = "router_replay = true" if replay else f"moe_aux_loss = {aux_loss}"
-        raise ConfigError(f"model.{key}: {arch.family} has no experts; leave it out")
+    keys = {"router_replay": replay, "moe_aux_loss": aux_loss, "moe_bias_rate": bias_rate}
+    keys["grouped_experts"] = grouped
+    if arch.experts is None and any(keys.values()):
+        key = next(key for key, value in keys.items() if value)
+        raise ConfigError(f"model.{key} = {keys[key]}: {arch.family} has no experts; leave it out")
+    if bias_rate and arch.latent is None:
+        raise ConfigError(
+            f"model.moe_bias_rate = {bias_rate}: the router of {arch.family} has no bias of experts; use "
+            "model.moe_aux_loss"
+        )
     balancing = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": aux_loss}
-    return {**(balancing if aux_loss else {}), **({"moe_enable_routing_replay": True} if replay else {})}
+    return {
+        **(balancing if aux_loss else {}),
+        **({"moe_enable_routing_replay": True} if replay else {}),
+        **({"moe_grouped_gemm": True} if grouped else {}),
+    }
 
 
 def _layout_fields(arch: Architecture, parallel: ParallelSettings) -> dict[str, Any]:

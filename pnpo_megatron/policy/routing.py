@@ -2,7 +2,8 @@
 
 An update moves weights, and with them the choice of experts of tokens near a tie: their log-ratios jump, and
 the prefix mean carries the jump to every later token. With replay, each token goes to the experts that it
-went to when its old log-probs were computed; gradients still reach the router through the chosen scores.
+went to when its old log-probs were computed, or already where it was sampled (`TrainSequence.routes`);
+gradients still reach the router through the chosen scores.
 """
 
 from __future__ import annotations
@@ -56,16 +57,19 @@ class Routing:
         for router in (one for chunk in self.routers for one in chunk):
             router.register_forward_hook(self._count)
 
-    def record(self) -> None:
-        """The forward passes that follow choose freely, and are remembered by `keep`, if replay is on."""
+    def record(self, mini_batch: MiniBatch) -> None:
+        """Forward passes that follow take the sampler's routes, or choose freely, for `keep` to remember."""
         self._recorded.clear()
-        self._act(RouterReplayAction.RECORD)
+        if _sampled_routes(mini_batch):
+            self.use(mini_batch)
+        else:
+            self._act(RouterReplayAction.RECORD)
 
     def keep(self, mini_batch: MiniBatch, flat: FlatTokens) -> None:
         """Join what the ranks recorded. One all-reduce of tokens x layers x k int32 over each group."""
-        if not self.replay or self.experts is None:
+        self.release()
+        if not self.replay or self.experts is None or _sampled_routes(mini_batch):
             return
-        self._act(None)
         shape = (len(flat.ids), self.layers, self.experts.per_token)
         routes = torch.zeros(shape, dtype=torch.int32, device=self.load.device)
         for packed, layer, chosen in self._recorded:
@@ -80,7 +84,7 @@ class Routing:
             self._known[id(sequence.ids)] = (weakref.ref(sequence.ids), part.clone())
 
     def use(self, mini_batch: MiniBatch) -> None:
-        """Start to count the load; the forward passes that follow take the routes that `keep` knows.
+        """Start to count the load; the forward passes that follow take the sampler's routes, or `keep`'s.
 
         Raises:
             TrainingFaultError: a sequence was never scored by this process.
@@ -88,13 +92,14 @@ class Routing:
         self.load.zero_()
         if not self.replay:
             return
-        found = [self._known.get(id(sequence.ids)) for sequence in mini_batch.sequences]
-        if any(one is None for one in found):
+        known = (self._known.get(id(sequence.ids)) for sequence in mini_batch.sequences)
+        found = _sampled_routes(mini_batch) or [one[1] for one in known if one is not None]
+        if len(found) < len(mini_batch.sequences):
             raise TrainingFaultError(
                 "model.router_replay: this batch's routes are not known; its old log-probs have to be "
                 "computed in the same process"
             )
-        self._targets = torch.cat([one[1] for one in found if one is not None]).to(self.load.device)
+        self._targets = torch.cat(found).to(self.load.device)
         self._act(RouterReplayAction.REPLAY_FORWARD)
 
     def release(self) -> None:
@@ -128,16 +133,31 @@ class Routing:
         averaged over layers, and `moe/idle_experts`, the share of experts that got no token."""
         if self.experts is None:
             return {}
-        load = self.load
-        for group in (self.groups.dp_cp, self.groups.tp if self.split else None, self.groups.pp):
-            load = sum_over(load, group)
-        load = load[load.sum(1) > 0]  # the first layers of some families have no experts
+        load = self._whole_load()
         load = load[load.any(1)] if load.any() else load  # layers without experts aside
         mean = load.mean(1).clamp(min=1.0)
         return {
             "moe/max_load": float((load.amax(1) / mean).mean()),
             "moe/idle_experts": float((load == 0).float().mean()),
         }
+
+    @torch.no_grad()
+    def balance(self, rate: float) -> None:
+        """Move every expert's bias by `rate`, up where it got less than the mean, down where it got more
+        (DeepSeek-V3, arXiv 2412.19437, 2.1.2). Megatron would do so before an update that is then skipped."""
+        if not rate:
+            return
+        load = self._whole_load()
+        for router in (one for chunk in self.routers for one in chunk):
+            seen = load[router.layer_number - 1]
+            router.expert_bias += rate * (seen.mean() - seen).sign()
+
+    def _whole_load(self) -> Tensor:
+        """[layers, experts] of the last update, over all ranks."""
+        load = self.load
+        for group in (self.groups.dp_cp, self.groups.tp if self.split else None, self.groups.pp):
+            load = sum_over(load, group)
+        return load
 
     def _count(self, router: Any, _: Any, output: tuple[Tensor, Tensor]) -> None:
         self.load[router.layer_number - 1] += output[1].sum(0)
@@ -159,3 +179,8 @@ class Routing:
         if self.split:
             place, real = (x.chunk(self.groups.tp_size)[self.groups.tp_rank] for x in (place, real))
         return place, real
+
+
+def _sampled_routes(mini_batch: MiniBatch) -> list[Tensor]:
+    """Of every sequence, if the sampler told them."""
+    return [one.routes for one in mini_batch.sequences if one.routes is not None]

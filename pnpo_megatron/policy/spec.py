@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from pnpo_megatron.policy.cp_attention import SdpaCoreAttention
+from pnpo_megatron.policy.experts import GroupedExperts
 
 
 class RmsNorm(torch.nn.RMSNorm):
@@ -67,9 +68,11 @@ def block_spec(config: TransformerConfig, *, transformer_engine: bool, vp_stage:
         vp_stage: virtual pipeline stage, None without virtual stages.
     """
     if transformer_engine:
-        return get_gpt_layer_with_transformer_engine_spec(
+        spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm
         )
+        group_experts(spec, config)
+        return spec
     layer = local_layer_spec(config)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RmsNorm)
@@ -92,4 +95,12 @@ def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
     if config.qk_layernorm:
         attention.q_layernorm = RmsNorm
         attention.k_layernorm = RmsNorm
+    group_experts(layer, config)
     return layer
+
+
+def group_experts(layer: ModuleSpec, config: TransformerConfig) -> None:
+    """Compute a layer's experts together, if it has any and `moe_grouped_gemm` asks for it."""
+    experts = getattr(getattr(layer.submodules.mlp, "submodules", None), "experts", None)
+    if config.moe_grouped_gemm and experts is not None:
+        experts.module = GroupedExperts

@@ -250,7 +250,11 @@ def _sequence(prompt: Prompt, rollout: Rollout, advantage: float, overlong: Over
     elif rollout.trained is not None:
         written = rollout.trained
     mask = torch.cat([torch.zeros(len(prompt.token_ids), dtype=torch.bool), written])
-    return TrainSequence(ids, mask, token_aligned(rollout.rollout_logprobs[written], mask), advantage)
+    logprobs = token_aligned(rollout.rollout_logprobs[written], mask)
+    routes = rollout.routes
+    if routes is not None:  # the last token has none; whatever it gets, nothing looks back at it
+        routes = torch.cat([routes, routes[-1:]])
+    return TrainSequence(ids, mask, logprobs, advantage, routes=routes)
 
 
 def _metrics(

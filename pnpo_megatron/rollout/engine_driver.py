@@ -15,7 +15,6 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pnpo_megatron.errors import RolloutError
 from pnpo_megatron.rollout.messages import (
@@ -29,6 +28,7 @@ from pnpo_megatron.rollout.messages import (
     PromptFailed,
     PromptRequest,
     Reply,
+    Response,
     SamplingValues,
     Shutdown,
     Sleep,
@@ -74,7 +74,7 @@ class _Group:
     """Responses to one prompt, None until finished."""
 
     version: int | None
-    outputs: list[tuple[NDArray[np.int32], NDArray[np.float32], str] | None]
+    outputs: list[Response | None]
 
 
 @dataclass
@@ -161,25 +161,13 @@ class EngineDriver:
     def _store(self, number: int, call: _Call, index: int, sample: int, response: Any) -> None:
         ids = np.asarray(response.token_ids, dtype=np.int32)
         logprobs = np.asarray(response.logprobs.logprobs, dtype=np.float32)
-        call.groups[index].outputs[sample] = (ids, logprobs, response.finish_reason)
+        one = Response(ids, logprobs, response.finish_reason, response.routed_experts)
+        call.groups[index].outputs[sample] = one
         call.tokens += len(ids)
         done = [output for output in call.groups[index].outputs if output is not None]
-        if len(done) < len(call.groups[index].outputs):
-            return
-        version = call.groups.pop(index).version
-        all_ids, all_logprobs, reasons = zip(*done, strict=True)
-        lengths = np.asarray([len(ids) for ids in all_ids], dtype=np.int64)
-        self._send(
-            GroupDone(
-                number,
-                index,
-                version,
-                np.concatenate(all_ids),
-                np.concatenate(all_logprobs),
-                lengths,
-                reasons,
-            )
-        )
+        if len(done) == len(call.groups[index].outputs):
+            version = call.groups.pop(index).version
+            self._send(GroupDone.of(number, index, version, done))
 
     def _fail(self, number: int, index: int, error: str, message: str) -> None:
         group = self._calls[number].groups.pop(index)

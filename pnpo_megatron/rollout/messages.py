@@ -5,6 +5,7 @@ Both sides import this module, so it needs neither vllm nor torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -28,6 +29,8 @@ class EngineSettings:
     """The engine can give its memory back (`Sleep`); GPUs only."""
     float32_head: bool
     """Multiply hidden states and head in float32 (GPU.md 6)."""
+    routes: bool = False
+    """Return the experts that every token was sent to."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,17 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Response:
+    """One finished response."""
+
+    ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    finish_reason: str
+    routes: NDArray[Any] | None
+    """[tokens that the engine read, layers, k] experts: prompt and response, but for the last token."""
+
+
+@dataclass(frozen=True)
 class GroupDone:
     """All responses to one prompt, one after the other."""
 
@@ -153,6 +167,22 @@ class GroupDone:
     """[sum of lengths] nats, of the distribution sampled from."""
     lengths: NDArray[np.int64]
     finish_reasons: tuple[str, ...]
+    routes: tuple[NDArray[Any], ...] = ()
+    """Of every response, as `Response.routes`; empty if the engine does not tell."""
+
+    @classmethod
+    def of(cls, call: int, index: int, version: int | None, responses: Sequence[Response]) -> GroupDone:
+        """Joined, in this order."""
+        return cls(
+            call,
+            index,
+            version,
+            np.concatenate([one.ids for one in responses]),
+            np.concatenate([one.logprobs for one in responses]),
+            np.asarray([len(one.ids) for one in responses], dtype=np.int64),
+            tuple(one.finish_reason for one in responses),
+            tuple(one.routes for one in responses if one.routes is not None),
+        )
 
 
 @dataclass(frozen=True)

@@ -97,12 +97,20 @@ def unpack_group(
             f"prompt {prompt.id}: log-probs that are not finite from weights of version {version}; "
             "the weights are broken"
         )
+    read = (len(prompt.token_ids) - 1 + reply.lengths).tolist()
+    if reply.routes and [len(one) for one in reply.routes] != read:
+        raise RolloutError(
+            f"prompt {prompt.id}: routes of {[len(one) for one in reply.routes]} tokens where the engine "
+            f"read {read}"
+        )
+    told: Sequence[torch.Tensor | None] = [torch.from_numpy(one.astype(np.int16)) for one in reply.routes]
     ends = np.cumsum(reply.lengths)[:-1]
     parts = zip(
         np.split(reply.ids.astype(np.int64), ends),
         np.split(reply.logprobs, ends),
         reply.finish_reasons,
         seeds.tolist(),
+        told or [None] * len(reply.lengths),
         strict=True,
     )
     return RolloutGroup(
@@ -116,7 +124,8 @@ def unpack_group(
                 seed=seed,
                 version=version,
                 text=decode(ids.tolist()),
+                routes=chosen,
             )
-            for sample, (ids, logprobs, reason, seed) in enumerate(parts)
+            for sample, (ids, logprobs, reason, seed, chosen) in enumerate(parts)
         ),
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from base64 import b64decode
 from collections.abc import Mapping
+from io import BytesIO
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -12,13 +14,13 @@ import numpy as np
 from pydantic_core import from_json
 
 from pnpo_megatron.errors import ConfigError
-from pnpo_megatron.rollout.messages import GroupDone, PromptRequest, SamplingValues
+from pnpo_megatron.rollout.messages import GroupDone, PromptRequest, Response, SamplingValues
 from pnpo_megatron.rollout.vllm_worker import sampling_fields
 from pnpo_megatron.rollout.weight_network import BACKEND
 
 HEALTH_S = 10.0
 """A server that is well answers `/health` at once, even while it generates: its engine is another process."""
-NEEDED = {
+NEEDED: dict[tuple[str, str], Any] = {
     ("model_config", "logprobs_mode"): "processed_logprobs",
     ("model_config", "generation_config"): "vllm",
     ("weight_transfer_config", "backend"): BACKEND,
@@ -61,11 +63,13 @@ class Server:
         """Raise ServerLost unless server and engine are well."""
         await self._ask("GET", "/health", HEALTH_S)
 
-    async def check_settings(self, dtype: str, max_model_len: int) -> str:
+    async def check_settings(self, dtype: str, max_model_len: int, routes: bool) -> str:
         """Its vLLM version, if it was started for this; ConfigError says what is wrong otherwise."""
         try:
             reply = await self._ask("GET", "/server_info", None, params={"config_format": "json"})
             info, needed = reply["vllm_config"], NEEDED | {("model_config", "dtype"): f"torch.{dtype}"}
+            if routes:
+                needed |= {("aux_output_config", "enable_return_routed_experts"): True}
             found = {key: info[key[0]][key[1]] for key in needed}
             longest = int(info["model_config"]["max_model_len"])
             version = str((await self._ask("GET", "/version", HEALTH_S))["version"])
@@ -102,19 +106,13 @@ class Server:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not whole.done():
                 raise ServerLost(self.gone.result(), certain=True)
-            tokens, logprobs, reasons = zip(*whole.result(), strict=True)
+            return GroupDone.of(call, prompt.index, None, whole.result())
         finally:
             whole.cancel()
             for part in parts:  # closes the connection, at which the server forgets the request
                 part.cancel()
-        lengths = np.asarray([len(one) for one in tokens], dtype=np.int64)
-        return GroupDone(
-            call, prompt.index, None, np.concatenate(tokens), np.concatenate(logprobs), lengths, reasons
-        )
 
-    async def _response(
-        self, ids: list[int], fields: Mapping[str, Any], weights: str
-    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], str]:
+    async def _response(self, ids: list[int], fields: Mapping[str, Any], weights: str) -> Response:
         body = {"token_ids": ids, "sampling_params": fields}
         reply = await self._ask("POST", "/inference/v1/generate", None, json=body)
         try:
@@ -122,6 +120,8 @@ class Server:
             tokens = np.asarray(choice["token_ids"], dtype=np.int32)
             logprobs = np.asarray([one["logprob"] for one in choice["logprobs"]["content"]], dtype=np.float32)
             reason, spans = str(choice["finish_reason"]), choice["weight_versions"]
+            packed = choice.get("routed_experts")
+            routes = packed and np.load(BytesIO(b64decode(packed)), allow_pickle=False)
             held = {str(span["version"]) for span in spans}
         except (KeyError, TypeError, ValueError) as error:
             raise ServerRefused(f"gave no usable response: {error!r}") from error
@@ -133,7 +133,8 @@ class Server:
             raise ServerLost(
                 f"it holds weights {sorted(held)}, not {weights!r}: started again?", certain=True
             )
-        return tokens, np.where(logprobs <= NO_NUMBER, np.float32("nan"), logprobs), reason
+        finite = np.where(logprobs <= NO_NUMBER, np.float32("nan"), logprobs)
+        return Response(tokens, finite, reason, routes)
 
     async def open_update(self, timeout_s: float) -> None:
         """Pause generation, which stays so until `close_update`, and make ready for `update`."""

@@ -70,19 +70,20 @@ class ServerFleet:
         max_model_len: int,
         max_num_seqs: int,
         timeout_s: float,
+        routes: bool = False,
     ) -> None:
         """Start to look for the servers; Ready comes when all of them answer.
 
         Args:
             urls: `http://HOST:PORT` of each.
             weights_fd: the sender's buffer.
-            dtype, max_model_len: what every server must have, and take.
+            dtype, max_model_len, routes: what every server must have, take, and tell.
             max_num_seqs: sequences that a server generates side by side; it is asked for a quarter more.
             timeout_s: of each request of a weight sync.
         """
         _allow_many_connections()
         self._urls, self._weights_fd = urls, weights_fd
-        self._needed, self._timeout_s = (dtype, max_model_len), timeout_s
+        self._needed, self._timeout_s = (dtype, max_model_len, routes), timeout_s
         self._queue_length = max_num_seqs + max_num_seqs // 4
         self._run = secrets.token_hex(4)  # a server that another run has sent weights to is noticed
         self._weights: tuple[str, int | None] = FOLDERS_OWN, None

@@ -24,6 +24,7 @@ class ServerSampler(EngineSampler):
         max_model_len: int,
         decode: Callable[[Sequence[int]], str],
         max_num_seqs: int = 256,
+        routes: bool = False,
         initial_version: int | None = None,
         start_timeout_s: float = 600.0,
         generate_timeout_s: float = 3600.0,
@@ -37,13 +38,14 @@ class ServerSampler(EngineSampler):
             servers: `http://HOST:PORT` of each.
             dtype: the servers', e.g. "float32" or "bfloat16".
             max_model_len, max_num_seqs: as the servers have them, or less.
+            routes: they have to tell the experts of every token.
             decode, initial_version, start_timeout_s, generate_timeout_s, sync_timeout_s: as in EngineSampler.
             stream: weights go by NCCL.
 
         Raises:
             ConfigError: the folder cannot be sampled from with these settings.
         """
-        self._urls, self._dtype, self._max_num_seqs = servers, dtype, max_num_seqs
+        self._urls, self._dtype, self._max_num_seqs, self._routes = servers, dtype, max_num_seqs, routes
         super().__init__(
             Path(model_folder),
             max_model_len=max_model_len,
@@ -63,6 +65,7 @@ class ServerSampler(EngineSampler):
             max_model_len=self._max_model_len,
             max_num_seqs=self._max_num_seqs,
             timeout_s=self.sync_timeout_s,
+            routes=self._routes,
         )
 
     def _lend(self, packed: Tensor) -> Tensor:

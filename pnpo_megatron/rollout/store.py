@@ -33,6 +33,9 @@ def to_arrays(batch: RolloutBatch) -> dict[str, Tensor]:
     old = [s.old_logprobs for s in sequences if s.old_logprobs is not None]
     if old:
         arrays["old_logprobs"] = torch.cat(old)
+    routes = [s.routes for s in sequences if s.routes is not None]
+    if routes:
+        arrays["routes"] = torch.cat(routes)
     return arrays
 
 
@@ -42,15 +45,18 @@ def from_arrays(
     """The inverse of `to_arrays`; old log-probs only if `frozen`: a learner that replays scores them
     itself."""
     lengths = arrays["lengths"].tolist()
+    routes = arrays["routes"].split(lengths) if "routes" in arrays else [None] * len(lengths)
     columns = zip(
         arrays["ids"].long().split(lengths),
         arrays["response_mask"].bool().split(lengths),
         arrays["rollout_logprobs"].split(lengths),
         arrays["advantages"].tolist(),
+        routes,
         strict=True,
     )
     sequences = tuple(
-        TrainSequence(ids, mask, logprobs, advantage) for ids, mask, logprobs, advantage in columns
+        TrainSequence(ids, mask, logprobs, advantage, routes=chosen)
+        for ids, mask, logprobs, advantage, chosen in columns
     )
     batch = RolloutBatch(step, sequences, tuple(records), tuple(record.group for record in records))
     return batch.with_old_logprobs(arrays["old_logprobs"].split(lengths)) if frozen else batch

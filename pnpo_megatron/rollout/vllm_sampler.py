@@ -27,6 +27,7 @@ def engine_settings(
     enforce_eager: bool = True,
     device: Literal["cpu", "cuda"] = "cpu",
     sleep_mode: bool = False,
+    routes: bool = False,
 ) -> EngineSettings:
     """Settings of an engine, the same for a child process and a server.
 
@@ -40,6 +41,7 @@ def engine_settings(
         enforce_eager: no graph capture; keep it on CPUs.
         device: where the engine runs.
         sleep_mode: it shares its GPU with the learner (`VllmSampler.sleep`).
+        routes: return the experts that every token was sent to.
     """
     return EngineSettings(
         model_folder=str(folder),
@@ -55,6 +57,7 @@ def engine_settings(
         enforce_eager=enforce_eager,
         sleep_mode=sleep_mode,
         float32_head=device == "cuda",  # the CPU build packs the head and cannot cast it
+        routes=routes,
     )
 
 

@@ -54,6 +54,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
+        "enable_return_routed_experts": settings.routes,
         "hf_overrides": {"head_dtype": "float32"} if settings.float32_head else {},
     }
 

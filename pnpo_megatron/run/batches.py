@@ -41,7 +41,7 @@ class Batches:
     def take(self, step: int) -> tuple[RolloutBatch, Metrics]:
         """The batch of `step`; the prompt order goes on behind it."""
         if self._replay is not None:
-            return self._replay.read(step), {}
+            return self._with_routes(self._replay.read(step)), {}
         stored = True
         sampled = self._ahead.take(step) or self._held(step)
         if sampled is None:
@@ -58,7 +58,16 @@ class Batches:
         if not stored:
             self._store.write(batch, self._note)  # at once: a run killed from here on does not pay again
         metrics: Metrics = json.loads(self._note["metrics"])
-        return batch, metrics | {"rollout/version_lag": float(step - 1 - oldest)}
+        return self._with_routes(batch), metrics | {"rollout/version_lag": float(step - 1 - oldest)}
+
+    def _with_routes(self, batch: RolloutBatch) -> RolloutBatch:
+        needed = self.config.model.router_replay == "rollout"
+        if needed and any(one.routes is None for one in batch.sequences):
+            raise RolloutError(
+                f"step {batch.step}: its responses were sampled without the routes that model.router_replay "
+                '= "rollout" replays; sample with that setting (servers are started with it too), or use true'
+            )
+        return batch
 
     def write_scored(self, batch: RolloutBatch) -> None:
         """To disk, with old log-probs."""

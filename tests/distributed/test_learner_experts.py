@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hf_models import make_hf_model, save_hf_model
 from learner_parts import GATES, make_learner, random_sequences, share
 
@@ -106,3 +107,60 @@ def test_h22_the_scale_of_auxiliary_losses_does_not_depend_on_the_split(spawn: A
     for found in spawn(run, 2, folder, sequences, LAYOUTS, megatron, timeout_s=120):
         for layout, metrics in found.items():
             assert metrics["grad_norm"] == pytest.approx(wanted, rel=1e-5), layout
+
+
+def test_grouped_experts_are_the_formulas_under_every_split(spawn: Any, folder: Path) -> None:
+    from reference_policy import ReferencePolicy
+
+    policy = ReferencePolicy(folder)
+    sequences = policy.drifted(random_sequences(9, seed=1), 0.05, seed=2)
+    reference = policy.update(sequences, "pnpo")
+    norm = math.sqrt(sum(float(one.square().sum()) for one in reference.gradients.values()))
+    for found in spawn(run, 2, folder, sequences, LAYOUTS, {"moe_grouped_gemm": True}, timeout_s=120):
+        for layout, metrics in found.items():
+            assert abs(metrics["loss"] - reference.loss) / reference.scale < 5e-6, layout
+            assert metrics["grad_norm"] == pytest.approx(norm, rel=5e-6), layout
+
+
+def run_biases(folder: Path, layouts: dict[str, Any]) -> dict[str, Any]:
+    """Layout -> load and biases after an update that is taken and one that is skipped, by layer."""
+    from pnpo_megatron.policy.process_groups import ParallelSettings
+
+    found = {}
+    for name, layout in layouts.items():
+        learner = make_learner(folder, ParallelSettings(**layout), max_tokens=64, moe_bias_rate=0.25)
+        routers = {one.layer_number: one for chunk in learner.routing.routers for one in chunk}
+        before = {layer: one.expert_bias.clone() for layer, one in routers.items()}
+        sequences = even_sequences()
+        objective = make_objective("pnpo", gate_low=0.5, gate_high=0.5)
+        for rows in (sequences, [replace(one, advantage=0.0) for one in sequences]):
+            learner.update(share(rows, "response"), objective, step=1)
+            if rows is sequences:
+                load = learner.routing._whole_load().clone()
+        moved = {layer: (one.expert_bias - before[layer]).tolist() for layer, one in routers.items()}
+        found[name] = {"load": load.tolist(), "moved": moved}
+    return found
+
+
+def even_sequences() -> list[TrainSequence]:
+    """Without padding under any of the layouts, so that loads can be equal to a token."""
+    whole = [one for one in random_sequences(60, seed=4) if len(one.ids) % 8 == 0 and one.length]
+    return [replace(one, old_logprobs=torch.zeros(len(one.ids))) for one in whole]
+
+
+def test_biases_of_experts_move_against_their_load_unless_the_update_is_skipped(
+    spawn: Any, tmp_path: Path
+) -> None:
+    folder = save_hf_model(make_hf_model("deepseek_v3", num_hidden_layers=2), tmp_path / "hf")
+    [alone] = spawn(run_biases, 1, folder, {"one rank": {}})
+    wanted = alone["one rank"]
+    tokens = sum(len(one.ids) for one in even_sequences())
+    for layer, moved in wanted["moved"].items():
+        load = torch.tensor(wanted["load"][layer - 1])
+        assert load.sum() % tokens == 0 and load.unique().numel() > 1
+        assert moved == (0.25 * torch.sign(load.mean() - load)).tolist(), "once, not twice"
+    first, second = spawn(run_biases, 2, folder, {key: LAYOUTS[key] for key in ("DP2", "EP2", "PP2")})
+    for layout in first:
+        assert first[layout]["load"] == second[layout]["load"] == wanted["load"], layout
+        assert second[layout]["moved"] == wanted["moved"], layout
+    assert first["EP2"]["moved"] == wanted["moved"] and not first["PP2"]["moved"], "its layer is dense"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from replay_runs import ReplayRun, run_epochs
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -49,6 +51,66 @@ def test_every_layout_replays_the_same_routes(spawn: Any, folder: Path) -> None:
         assert run.losses == pytest.approx(wanted.losses, rel=1e-4, abs=1e-7), (name, replay)
         assert run.norms == pytest.approx(wanted.norms, rel=1e-4), (name, replay)
         assert run.first_rejected == 0.0
+
+
+def run_sampled_routes(folder: Path, layouts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Random routes, as an engine might tell them: old log-probs, and log-ratios of the update after."""
+    from learner_parts import make_learner, random_sequences, share, with_old
+
+    from pnpo_megatron.algorithm.presets import make_objective
+    from pnpo_megatron.parallel.settings import ParallelSettings
+
+    found = {}
+    for name, layout in layouts.items():
+        replay = {"moe_enable_routing_replay": True}
+        learner = make_learner(folder, ParallelSettings(**layout), megatron=replay, max_tokens=96)
+        routed = with_routes(random_sequences(12, seed=2), layers=2, experts=4, k=2)
+        scored = with_old(routed, learner.log_probs(share(routed, "response")))
+        row = learner.update(share(scored, "response"), make_objective("pnpo"), step=1)
+        found[name] = {"old": [one.old_logprobs for one in scored], "row": row}
+    return found
+
+
+def with_routes(sequences: list[Any], *, layers: int, experts: int, k: int) -> list[Any]:
+    draw = torch.Generator().manual_seed(5)
+    shuffled = [torch.rand(len(one.ids), layers, experts, generator=draw).argsort(-1) for one in sequences]
+    return [replace(one, routes=s[..., :k].short()) for one, s in zip(sequences, shuffled, strict=True)]
+
+
+def forced_logprobs(folder: Path, sequences: list[Any]) -> list[torch.Tensor]:
+    """transformers in float64, each router made to choose the sequence's routes."""
+    from reference_policy import ReferencePolicy
+
+    policy = ReferencePolicy(folder)
+    gates = [one for name, one in policy.model.named_modules() if name.endswith("mlp.gate")]
+    chosen: list[torch.Tensor] = []
+
+    def forced(
+        layer: int, gate: Any, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        scores = logits.softmax(-1).gather(1, chosen[layer])
+        return logits, scores / scores.sum(-1, keepdim=True), chosen[layer]
+
+    for layer, gate in enumerate(gates):
+        gate.register_forward_hook(lambda gate, _, output, layer=layer: forced(layer, gate, output[0]))
+    result = []
+    with torch.no_grad():
+        for one in sequences:
+            chosen[:] = one.routes.long().unbind(1)
+            result.append(torch.where(one.response_mask, policy.logprobs(one.ids), 0.0))
+    return result
+
+
+@pytest.mark.timeout(300)
+def test_the_sampler_s_routes_are_taken_by_old_log_probs_and_updates_alike(spawn: Any, folder: Path) -> None:
+    from learner_parts import random_sequences
+
+    routed = with_routes(random_sequences(12, seed=2), layers=2, experts=4, k=2)
+    wanted = forced_logprobs(folder, routed)
+    for name, run in spawn(run_sampled_routes, 2, folder, LAYOUTS, timeout_s=250)[0].items():
+        for ours, theirs in zip(run["old"], wanted, strict=True):
+            torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=2e-5, msg=name)
+        assert run["row"]["weight/min"] == run["row"]["weight/max"] == 1.0, name
 
 
 @pytest.mark.slow

@@ -28,9 +28,7 @@ def adamw_by_hand(
 def test_adam_equals_the_formula_and_keeps_its_step_in_the_group():
     param = torch.nn.Parameter(torch.randn(50))
     start, gradients = param.detach().clone(), [torch.randn(50) for _ in range(7)]
-    optimizer = PlainAdam(
-        [{"params": [param]}, {"params": []}], lr=0.01, betas=(0.9, 0.99), weight_decay=0.1
-    )
+    optimizer = PlainAdam([{"params": [param]}, {"params": []}], lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)
     for gradient in gradients:
         param.grad = gradient
         optimizer.step()

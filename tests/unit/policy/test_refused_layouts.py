@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hf_models import make_hf_model, save_hf_model
 
+from pnpo_megatron.config import load_config
 from pnpo_megatron.convert.architecture import Architecture
 from pnpo_megatron.convert.hf_folder import HfFolder
 from pnpo_megatron.errors import ConfigError, ConversionError
+from pnpo_megatron.inputs import experts_settings
 from pnpo_megatron.parallel.settings import check_layout
 from pnpo_megatron.policy.megatron_config import transformer_config
 from pnpo_megatron.policy.process_groups import ParallelSettings
@@ -80,9 +83,7 @@ def test_virtual_stages_of_two_ranks_without_overlapped_messages_are_refused(
 ) -> None:
     parallel = ParallelSettings(pipeline=2, virtual_pipeline=2)
     plain = {"overlap_p2p_comm": False, "batch_p2p_comm": True}
-    with pytest.raises(
-        ConfigError, match=r"pipeline = 2 with virtual_pipeline = 2.*overlap_p2p_comm = True"
-    ):
+    with pytest.raises(ConfigError, match=r"pipeline = 2 with virtual_pipeline = 2.*overlap_p2p_comm = True"):
         transformer_config(architectures["qwen2"], parallel, dtype=torch.float32, **plain)
 
 
@@ -92,3 +93,37 @@ def test_norms_are_run_again_only_with_transformer_engine(architectures: dict[st
     fields = {"recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm"]}
     with pytest.raises(ConfigError, match=r"recompute_modules has \"layernorm\".*leave it out"):
         transformer_config(architectures["qwen2"], ParallelSettings(), dtype=torch.float32, **fields)
+
+
+SETTINGS = [
+    ("qwen2", "model.grouped_experts=true", r"grouped_experts = True: qwen2 has no experts; leave it out"),
+    ("qwen2", "model.moe_bias_rate=0.1", r"moe_bias_rate = 0\.1: qwen2 has no experts"),
+    ("qwen2", "model.router_replay=true", r"router_replay = True: qwen2 has no experts"),
+    (
+        "mixtral",
+        "model.moe_bias_rate=0.1",
+        r"router of mixtral has no bias of experts; use model\.moe_aux_loss",
+    ),
+    (
+        "mixtral",
+        "model.router_replay=rollout",
+        r'router_replay = "rollout": without a CUDA device .*use true',
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "flag", "message"), SETTINGS)
+def test_settings_of_experts_that_a_model_cannot_have_are_refused(
+    architectures: dict[str, Architecture], tmp_path: Path, family: str, flag: str, message: str
+) -> None:
+    (tmp_path / "config.toml").write_text('[model]\nhf = "none"\n[data]\nprompts = "none.jsonl"\n')
+    with pytest.raises(ConfigError, match=message):
+        experts_settings(load_config(tmp_path / "config.toml", [f"--{flag}"]), architectures[family])
+
+
+def test_routes_of_the_sampler_are_part_of_the_batch_and_survive_within_it(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('[model]\nhf = "none"\n[data]\nprompts = "none.jsonl"\n')
+    flags = ["--checkpoint.within_batch=2", "--model.router_replay=rollout"]
+    assert load_config(tmp_path / "config.toml", flags).model.router_replay == "rollout"
+    with pytest.raises(ConfigError, match=r"within_batch = 2 with model\.router_replay = true"):
+        load_config(tmp_path / "config.toml", [flags[0], "--model.router_replay=true"])

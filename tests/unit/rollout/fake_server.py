@@ -29,6 +29,7 @@ SETTINGS: dict[str, Any] = {
         "dtype": "torch.float32",
     },
     "weight_transfer_config": {"backend": "pnpo"},
+    "aux_output_config": {"enable_return_routed_experts": True},
 }
 
 

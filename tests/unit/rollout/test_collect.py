@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -229,6 +230,25 @@ def test_a_stored_batch_replays_bitwise(tmp_path):
         assert torch.equal(a.ids, b.ids) and torch.equal(a.response_mask, b.response_mask)
         assert torch.equal(a.rollout_logprobs, b.rollout_logprobs)
         assert a.advantage == b.advantage and a.old_logprobs is None
+
+
+def test_routes_stand_at_every_token_and_are_stored_with_the_batch(tmp_path):
+    class RoutedSampler(FakeSampler):
+        def _rollout(self, prompt, sample):
+            plain = super()._rollout(prompt, sample)
+            rows = len(prompt.token_ids) + len(plain.response_ids) - 1
+            return replace(plain, routes=torch.arange(rows * 4, dtype=torch.int16).view(rows, 2, 2) + sample)
+
+    batch, _ = run(RoutedSampler())
+    third = batch.sequences[2]
+    assert third.routes[:, 0, 0].tolist() == [2, 6, 10, 14, 18, 22, 22], (
+        "nothing looks back at the last token"
+    )
+    store = RolloutStore(tmp_path)
+    store.write(batch)
+    store.flush()
+    for a, b in zip(store.read(4).sequences, batch.sequences, strict=True):
+        assert torch.equal(a.routes, b.routes)
 
 
 def test_keep_drops_old_binary_files_but_never_the_json_lines(tmp_path):

@@ -42,6 +42,7 @@ class FakeEngine:
         self.requests: dict[str, Any] = {}
         self.steps = 0
         self.memory: list[str] = []
+        self.routes: Callable[[list[int]], Any] = lambda ids: None
 
     def sleep(self, level: int) -> None:
         self.memory.append(f"sleep {level}")
@@ -66,7 +67,10 @@ class FakeEngine:
         request_id, params = self.requests.popitem()
         ids = [params["seed"]] * (params["seed"] % 3 + 1)
         response = SimpleNamespace(
-            token_ids=ids, logprobs=SimpleNamespace(logprobs=[-0.5] * len(ids)), finish_reason="stop"
+            token_ids=ids,
+            logprobs=SimpleNamespace(logprobs=[-0.5] * len(ids)),
+            finish_reason="stop",
+            routed_experts=self.routes(ids),
         )
         return [SimpleNamespace(request_id=request_id, finished=True, outputs=[response])]
 
@@ -105,6 +109,14 @@ def serve(*commands: Any, engine: FakeEngine | None = None, load: Callable[[Any]
     with pytest.raises(EOFError):
         make_driver(engine or FakeEngine(), replies.append, load).serve(FakePipe(commands))  # type: ignore[arg-type]
     return replies
+
+
+def test_routes_stay_with_their_response_whatever_order_they_finish_in() -> None:
+    engine = FakeEngine()
+    engine.routes = lambda ids: np.full((3 + len(ids) - 1, 2, 1), ids[0], np.uint8)
+    done = serve(Generate(1, (request(0, [3, 4, 5], [7, 8, 9]),), VALUES), engine=engine)[0]
+    assert [(len(one), set(one.flat)) for one in done.routes] == [(4, {7}), (5, {8}), (3, {9})]
+    assert serve(Generate(1, (request(0, [3, 4, 5], [7]),), VALUES))[0].routes == ()
 
 
 def test_members_of_a_group_are_in_sample_order_whatever_order_they_finish_in() -> None:

@@ -14,7 +14,9 @@ from pnpo_megatron.types import Prompt, RolloutGroup, Sampling
 PROMPT = Prompt("p", (1, 2, 3), "")
 
 
-def unpack(ids: list[int], logprobs: list[float], lengths: list[int]) -> RolloutGroup:
+def unpack(
+    ids: list[int], logprobs: list[float], lengths: list[int], routes: tuple[np.ndarray, ...] = ()
+) -> RolloutGroup:
     reply = GroupDone(
         1,
         0,
@@ -23,6 +25,7 @@ def unpack(ids: list[int], logprobs: list[float], lengths: list[int]) -> Rollout
         np.array(logprobs, np.float32),
         np.array(lengths),
         ("stop", "length"),
+        routes,
     )
     return unpack_group(reply, PROMPT, np.array([11, 12]), 4, lambda ids: "-".join(map(str, ids)))
 
@@ -42,6 +45,18 @@ def test_flat_arrays_are_cut_at_the_lengths_of_the_responses() -> None:
 def test_a_logprob_that_is_not_finite_names_prompt_and_version(value: float) -> None:
     with pytest.raises(RolloutError, match="prompt p: .*not finite from weights of version 4"):
         unpack([5, 6, 7], [-1.0, value, -3.0], [1, 2])
+
+
+def test_routes_are_of_every_token_but_the_last_of_their_own_response() -> None:
+    routes = tuple(np.full((rows, 2, 1), rows, np.uint16) for rows in (3, 4))
+    first, second = unpack([5, 6, 7], [-1.0, -2.0, -3.0], [1, 2], routes).rollouts
+    assert first.routes is not None and second.routes is not None
+    assert first.routes.tolist() == routes[0].tolist() and second.routes.tolist() == routes[1].tolist()
+    assert unpack([5, 6, 7], [-1.0, -2.0, -3.0], [1, 2]).rollouts[0].routes is None
+    with pytest.raises(
+        RolloutError, match=r"prompt p: routes of \[4, 3\] tokens where the engine read \[3, 4\]"
+    ):
+        unpack([5, 6, 7], [-1.0, -2.0, -3.0], [1, 2], routes[::-1])
 
 
 def test_arrays_that_do_not_fit_together_are_refused() -> None:

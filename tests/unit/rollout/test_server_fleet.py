@@ -247,6 +247,18 @@ def test_a_logprob_that_is_no_number_stays_visible() -> None:
     assert isinstance(reply, GroupDone) and np.isnan(reply.logprobs).all()
 
 
+def test_routes_come_as_the_server_writes_them() -> None:
+    """vLLM's own encoding of an array that tells token, layer and place apart."""
+    from vllm.utils.serial_utils import numpy2base64
+
+    routes = np.arange(24, dtype=np.uint8).reshape(4, 3, 2)
+    with FakeServer() as server, Fleet(server) as fleet:
+        server.plan.append(lambda body: server.right(body, routed_experts=numpy2base64(routes)))
+        fleet.ask(1, group_size=1)
+        reply = fleet.rest()[0]
+    assert isinstance(reply, GroupDone) and [one.tolist() for one in reply.routes] == [routes.tolist()]
+
+
 def test_a_passed_deadline_names_what_was_waited_for_and_who_owes_it() -> None:
     with FakeServer() as server, Fleet(server) as fleet:
         server.gate.clear()
@@ -298,12 +310,15 @@ def test_dropped_calls_leave_the_servers_and_the_next_one_is_whole() -> None:
         ("weight_transfer_config", "backend", "nccl"),
         ("model_config", "max_model_len", 63),
         ("model_config", "dtype", "torch.bfloat16"),
+        ("aux_output_config", "enable_return_routed_experts", False),
     ],
 )
 def test_a_server_started_otherwise_is_refused_with_what_it_lacks(section: str, key: str, value: Any) -> None:
     with FakeServer() as server:
         server.settings = SETTINGS | {section: SETTINGS[section] | {key: value}}
-        fleet = ServerFleet([server.url], 0, dtype="float32", max_model_len=64, max_num_seqs=4, timeout_s=1.0)
+        fleet = ServerFleet(
+            [server.url], 0, dtype="float32", max_model_len=64, max_num_seqs=4, timeout_s=1.0, routes=True
+        )
         with pytest.raises(ConfigError, match=rf"{server.url} was not started by.*{key} = '?{value}"):
             fleet.receive(time.monotonic() + 5, "servers")
         fleet.close(5.0)
