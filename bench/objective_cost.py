@@ -116,7 +116,7 @@ def measure(shape: tuple[int, int, str, str], rounds: int) -> tuple[list[Row], l
 
 def main() -> None:
     """Full and mixed lengths with the integer mask of the peers' trainers, full lengths with a bool one."""
-    parser = options(__doc__, rounds=5)
+    parser = options(__doc__, rounds=3)
     parser.add_argument("--responses", type=int, default=512)
     parser.add_argument("--length", type=int, default=15_360)
     args = parser.parse_args()

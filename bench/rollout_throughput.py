@@ -1,6 +1,6 @@
 """Tokens per second of the sampler, of raw ``vllm.LLM.generate`` and of transformers' ``generate``.
 
-    OMP_NUM_THREADS=1 python bench/rollout_throughput.py [--rounds 3] [--model HF_FOLDER --stop 30,28]
+    OMP_NUM_THREADS=1 python bench/rollout_throughput.py [--rounds 2] [--model HF_FOLDER --stop 30,28]
 
 All have the same model, prompts and stop set. Without --model a random Qwen2 is used. Rounds alternate
 between them, so that other load on the machine hits all, and the best round of each counts. CPU seconds (of
@@ -134,7 +134,7 @@ def measure(run: Callable[[], int], worker: int) -> tuple[int, float, float]:
 
 def main() -> None:
     """A line a round, a table of the best, and what is promised."""
-    parser = options(__doc__, rounds=3)
+    parser = options(__doc__, rounds=2)
     parser.add_argument("--responses", type=int, default=256)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--stop", help="token ids at which a response of --model ends, with commas")

@@ -1,6 +1,6 @@
 """Weight sync with the engine in a child process: its time against a memory copy and vLLM's own reloading.
 
-    PYTHONPATH=. OMP_NUM_THREADS=1 python bench/weight_sync.py [--model HF_FOLDER] [--rounds 5] [--out FOLDER]
+    PYTHONPATH=. OMP_NUM_THREADS=1 python bench/weight_sync.py [--model HF_FOLDER] [--rounds 3] [--out FOLDER]
 
 A sync writes all tensors into shared memory, checks that they are finite, sums them up on both sides, and has
 vLLM load them. In every round the sync, a copy of the same bytes from memory to memory, and vLLM's reload of
@@ -56,7 +56,7 @@ def measure(folder: Path, dtype: str, rounds: int, log: Path) -> tuple[Row, Boun
 
 def main() -> None:
     """One row a dtype."""
-    parser = options(__doc__, rounds=5)
+    parser = options(__doc__, rounds=3)
     parser.add_argument("--model", type=Path, default=DEFAULT)
     args = parser.parse_args()
     if not list(args.model.glob("*.safetensors")):
