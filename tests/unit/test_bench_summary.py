@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,30 @@ def test_a_figure_over_a_tenth_worse_than_the_committed_one_says_so(results, cap
         2,
     ]  # bad ones again
     assert "not measured this time: any: gone" in text and "peers FAILED" in text
+
+
+def test_a_script_that_fails_or_hangs_is_named_and_leaves_nothing_behind(monkeypatch, tmp_path, capfd):
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "good.py").write_text("import sys; print(sys.argv[1:])")
+    (tmp_path / "bench" / "bad.py").write_text("raise SystemExit(3)")
+    hangs = "import subprocess as s; print(s.Popen(['sleep', '60']).pid, flush=True); s.run(['sleep', '60'])"
+    (tmp_path / "bench" / "hangs.py").write_text(hangs)
+    monkeypatch.setattr(run_all, "ROOT", tmp_path)
+    monkeypatch.setattr(run_all, "DEADLINE_S", 2.0)
+    assert [run_all.run(name, ["--out", "x"]) for name in ("good", "bad", "hangs")] == [True, False, False]
+    said = capfd.readouterr().out
+    assert "['--out', 'x']" in said and "bad: exit code 3" in said and "hangs: exit code 124" in said
+    child, deadline = int(re.search(r"bench: hangs\n(\d+)\n", said)[1]), time.monotonic() + 5.0
+    while runs(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_no_judged_figure_is_a_time():
