@@ -81,10 +81,10 @@ def free_port(host: str) -> int:
         return int(one.getsockname()[1])
 
 
-@pytest.fixture(scope="module")
-def setting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
+@pytest.fixture(scope="module", params=["qwen2", "qwen3_moe"])
+def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
     root = tmp_path_factory.mktemp("servers")
-    task = make_task(root)
+    task = make_task(root, request.param)
     config = write_config(task, root / "run", steps=2)
     other = root / "other"
     shutil.copytree(task / "model", other)
