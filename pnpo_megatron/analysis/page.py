@@ -4,74 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
+from string import Template
 
-_HEAD = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">
-<link rel="icon" href="data:,">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; --page: #ffffff; --card: #f5f6f8; --ink: #1c2026; --faint: #8a929d;
-  --s0: #1f6fb4; --s1: #c2500a; --s2: #2a8a4a; --s3: #8a4fb0; --s4: #b3243f; --s5: #0f8a96; --s6: #7a6a10;
-  --s7: #64707d; }}
-@media (prefers-color-scheme: dark) {{
-  :root {{ --page: #14171b; --card: #1d2127; --ink: #e6e9ed; --faint: #7d8794;
-    --s0: #6cb2f0; --s1: #f2955c; --s2: #6fcf8e; --s3: #c79bea; --s4: #f2788d; --s5: #5fd0da; --s6: #d3c257;
-    --s7: #a9b4c0; }}
-}}
-* {{ box-sizing: border-box; }}
-body {{ margin: 0 auto; padding: 1rem; max-width: 76rem; background: var(--page); color: var(--ink);
-  font: 1rem/1.45 system-ui, sans-serif; }}
-h1, h2, li {{ overflow-wrap: anywhere; }}
-h1 {{ font-size: 1.5rem; margin: 0.2rem 0; }}
-h2 {{ font-size: 1.15rem; margin: 1.6rem 0 0.6rem; }}
-p, ul {{ margin: 0.3rem 0; }}
-ul {{ list-style: none; padding: 0; }}
-.swatch {{ display: inline-block; width: 1.2rem; height: 0.25rem; margin: 0 0.5rem 0.25rem 0; }}
-.grid {{ display: grid; gap: 0.8rem;
-  grid-template-columns: repeat(auto-fill, minmax(min(21rem, 100%), 1fr)); }}
-figure {{ margin: 0; padding: 0.7rem; background: var(--card); border-radius: 0.5rem; }}
-figcaption {{ font-size: 0.85rem; margin-bottom: 0.4rem; }}
-figure svg {{ display: block; width: 100%; height: auto; }}
-.scroll {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums; }}
-th, td {{ padding: 0.25rem 0.6rem; text-align: right; white-space: nowrap;
-  border-bottom: 1px solid color-mix(in srgb, var(--faint) 35%, transparent); }}
-th:first-child, td:first-child {{ text-align: left; }}
-button {{ font: inherit; padding: 0.3rem 0.8rem; margin: 0.4rem 0; border: 1px solid var(--faint);
-  border-radius: 0.4rem; background: var(--card); color: var(--ink); }}
-</style>
-</head>
-<body>
-"""
-_FOOT = """<script>
-for (const button of document.querySelectorAll("button[data-copies]")) {
-  button.addEventListener("click", () => {
-    const rows = [...document.getElementById(button.dataset.copies).rows];
-    const value = cell => cell.dataset.value ?? cell.textContent;
-    const text = rows.map(row => [...row.cells].map(value).join("\\t"));
-    const area = document.createElement("textarea");
-    area.value = text.join("\\n");
-    document.body.append(area);
-    area.select();
-    const copied = document.execCommand("copy");
-    area.remove();
-    button.textContent = copied ? "copied" : "copying was refused";
-  });
-}
-</script>
-</body>
-</html>
-"""
+_PAGE = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
 
 
 def page(title: str, parts: Sequence[str]) -> str:
     """The whole document; `title` is plain text, `parts` are HTML."""
-    return _HEAD.format(title=escape(title)) + "\n".join(parts) + "\n" + _FOOT
+    return _PAGE.substitute(title=escape(title), body="\n".join(parts))
 
 
 def heading(text: str, level: int = 2) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -20,30 +21,7 @@ from pnpo_megatron.analysis.series import BINS, TIMERS, Heat, Line, Spread, Stac
 INK, FAINT = "#010203", "#010204"
 SERIES = tuple(f"#0a0b{index:02x}" for index in range(8))
 _VARIABLES = {INK: "--ink", FAINT: "--faint"} | {color: f"--s{i}" for i, color in enumerate(SERIES)}
-_STYLE = {
-    "svg.fonttype": "none",
-    "font.family": "DejaVu Sans",
-    "font.size": 9.0,
-    "text.color": INK,
-    "axes.edgecolor": FAINT,
-    "axes.labelcolor": INK,
-    "axes.facecolor": "none",
-    "axes.grid": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "figure.facecolor": "none",
-    "grid.color": FAINT,
-    "grid.alpha": 0.35,
-    "grid.linewidth": 0.5,
-    "legend.frameon": False,
-    "legend.fontsize": 8.0,
-    "lines.linewidth": 1.4,
-    "savefig.facecolor": "none",
-    "xtick.color": FAINT,
-    "xtick.labelcolor": INK,
-    "ytick.color": FAINT,
-    "ytick.labelcolor": INK,
-}
+_STYLE = matplotlib.rc_params_from_file(Path(__file__).parent / "plots.mplstyle", use_default_template=False)
 WIDTH, HEIGHT = 4.6, 2.7
 """Inches; small, because a phone shows a plot at about this size."""
 

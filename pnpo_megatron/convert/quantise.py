@@ -27,17 +27,6 @@ CONFIGS = {"fp8": "FP8_DEFAULT_CFG", "nvfp4": "NVFP4_DEFAULT_CFG"}
 """modelopt's recipes: weights and activations with static scales, the output layer left alone."""
 _BLOCK = 16  # weights that share one scale in nvfp4
 _MOST_PROMPTS, _MOST_TOKENS = 512, 2048
-_CARD = """# {name}, quantised to {kind}
-
-Made by `megatron_to_hf.py --quantize {kind} --calibration {file}` with nvidia-modelopt {modelopt} ({recipe}).
-
-- {count} weight matrices are {kind}; embeddings, norms, routers and the output layer are bfloat16.
-- Scales of activations were calibrated on {prompts} prompts ({tokens} tokens, no responses) of {file}, sha256
-  {digest}.
-- vLLM reads this folder as it is (`quant_method = "modelopt"`). It is for evaluation and serving: it
-  cannot be trained or converted back.
-- The source's own README, if it had one, is README.source.md.
-"""
 
 
 @dataclass(frozen=True)
@@ -154,7 +143,8 @@ def _check_written(folder: Path, arch: Architecture, kind: str) -> None:
 
 
 def _card(name: str, arch: Architecture, plan: Quantisation) -> str:
-    return _CARD.format(
+    card = Path(__file__).parent / "quantised_card.md"
+    return card.read_text(encoding="utf-8").format(
         name=name,
         kind=plan.kind,
         recipe=CONFIGS[plan.kind],

