@@ -64,7 +64,7 @@ test-gpu: $(STAMP)  ## the tests that need a CUDA device
 test-integrations: $(BENCH_STAMP)  ## PNPO inside verl and TRL, in the bench environment
 	@PYTHONPATH=. $(BENCH_VENV)/bin/python -m pytest --noconftest tests/integrations
 
-bench: $(STAMP) $(BENCH_STAMP) $(SMOLLM2_STAMP)  ## measure padding, the doctor's errors, TRL and verl beside it, traffic, memory and cost (about 16 minutes; some: ONLY="peers packing")
+bench: $(STAMP) $(BENCH_STAMP) $(SMOLLM2_STAMP)  ## measure padding, the doctor's errors, TRL and verl beside it, traffic, memory and cost (about 17 minutes; some: ONLY="peers packing")
 	@cd examples/arithmetic_cpu && $(CURDIR)/$(BIN)/python make_base.py
 	@cd examples/smollm2_cpu && $(CURDIR)/$(BIN)/python make_model.py
 	@$(BIN)/python bench/run_all.py $(if $(ONLY),--only $(ONLY))

@@ -134,7 +134,7 @@ def main() -> None:
     for mask, lengths in (("int64", "full"), ("bool", "full"), ("int64", "mixed")):
         more_rows, more_bounds = measure((args.responses, args.length, mask, lengths), args.rounds)
         rows, bounds = rows + more_rows, bounds + more_bounds
-        report("objective_cost", rows, bounds, out=args.out)
+    report("objective_cost", rows, bounds, out=args.out)
 
 
 if __name__ == "__main__":
