@@ -4,8 +4,8 @@
 
 Draws docs/figures/cost_growth.svg (or into --out). "objective" is ratio statistics, loss and backward on one
 rank, "scan" the prefix sums alone. It is CPU time of a rank's process, because eight ranks on two cores wait
-for each other; the rank's share of the collective is in it. The dotted line is a perfect scan: the time of the
-longest response at C = 1, divided by C and in proportion to the length.
+for each other; the rank's share of the collective is in it. The dotted line is a perfect scan: the time of
+the longest response at C = 1, divided by C and in proportion to the length.
 """
 
 from __future__ import annotations
