@@ -105,12 +105,12 @@ def summary(rows: Sequence[Row], missing: Sequence[str], failed: Sequence[str]) 
 def main() -> int:
     """Run, then judge what was written."""
     parser = options(__doc__)
-    parser.add_argument("--more", action="store_true")
-    parser.add_argument("--only", nargs="+", choices=sorted({*SCRIPTS, *MORE}))
+    parser.add_argument("--more", action="store_true", help="what takes too long for the rest")
+    parser.add_argument("--only", nargs="+", choices=SCRIPTS, metavar="NAME", help=", ".join(SCRIPTS))
     args = parser.parse_args()
     begin, clock = time.time(), time.perf_counter()
     scripts = MORE if args.more else dict.fromkeys(SCRIPTS, ())
-    chosen = {name: scripts[name] for name in args.only or scripts}
+    chosen = {name: more for name, more in scripts.items() if name in (args.only or scripts)}
     failed = [
         name
         for name, arguments in chosen.items()
