@@ -15,6 +15,7 @@ from pnpo_megatron.data.order import Mixture, PromptSource, make_source
 from pnpo_megatron.inputs import Inputs, experts_settings
 from pnpo_megatron.inputs import read_inputs as read_inputs
 from pnpo_megatron.parallel.groups import ParallelGroups
+from pnpo_megatron.policy.checkpoint import load_checkpoint
 from pnpo_megatron.policy.learner import LearnerSettings, MegatronLearner
 from pnpo_megatron.policy.model import build_model
 from pnpo_megatron.policy.offload import LearnerMemory
@@ -125,7 +126,10 @@ def build_learner(config: Config, inputs: Inputs, groups: ParallelGroups) -> Meg
         **experts_settings(config, inputs.architecture),
         deterministic_mode=config.run.deterministic and torch.cuda.is_available(),
     )
-    load_hf_weights(chunks, inputs.folder, groups)
+    if config.model.init:
+        load_checkpoint(config.model.init, chunks, None, groups)
+    else:
+        load_hf_weights(chunks, inputs.folder, groups)
     settings = config.optimizer.model_dump(exclude={"max_skipped"})
     return MegatronLearner(
         chunks,
@@ -137,6 +141,8 @@ def build_learner(config: Config, inputs: Inputs, groups: ParallelGroups) -> Meg
             max_tokens=config.batching.max_tokens,
             padded=config.batching.layout == "padded",
             logprob_chunk=config.model.logprob_chunk,
+            kl_coef=config.objective.kl_coef,
+            entropy_coef=config.objective.entropy_coef,
             moe_bias_rate=config.model.moe_bias_rate,
             gradient_cosine=config.run.gradient_cosine and config.objective.epochs > 1,
         ),

@@ -19,9 +19,11 @@ from pnpo_megatron.errors import ConfigError
 from pnpo_megatron.eval.benchmarks import Benchmark, load_benchmark
 from pnpo_megatron.eval.evaluate import check_request
 from pnpo_megatron.parallel.settings import ParallelSettings, check_layout
+from pnpo_megatron.policy.checkpoint import ARCHITECTURE_FILE, check_architecture
 from pnpo_megatron.policy.megatron_config import experts_overrides
 from pnpo_megatron.reward.worker import load_function
 from pnpo_megatron.rollout.stop_tokens import read_stop_token_ids, stop_tokens
+from pnpo_megatron.tracking import check_tools
 from pnpo_megatron.types import Prompt, Sampling
 
 LOSS_KEYS = {"name", *OBJECTIVE_KEYS}
@@ -60,9 +62,12 @@ def read_inputs(config: Config) -> Inputs:
             "use false"
         )
     _check_weight_transfer(config)
+    check_tools(config.track)
     parallel = ParallelSettings(**config.parallel.model_dump())
     folder = _read_model(config, parallel)
-    _check_reward(config.reward.function)
+    functions = config.reward.function
+    for name in [functions] if isinstance(functions, str) else functions:
+        _check_reward(name)
     tokenizer = load_tokenizer(folder.path)
     data, rollout = config.data, config.rollout
     form: dict[str, Any] = {
@@ -124,6 +129,13 @@ def _read_model(config: Config, parallel: ParallelSettings) -> HfFolder:
             f"positions; use a max_response_tokens of {positions - config.rollout.max_prompt_tokens} or less"
         )
     folder.check_complete()
+    if config.model.init:
+        if not (config.model.init / ARCHITECTURE_FILE).is_file():
+            raise ConfigError(
+                f"model.init = {config.model.init}: no Megatron checkpoint; give one that a run saved or "
+                "that tools/checkpoint_convert/hf_to_megatron.py wrote"
+            )
+        check_architecture(config.model.init, folder.architecture)
     check_layout(folder.architecture, parallel)
     experts_settings(config, folder.architecture)
     parallel.data_size(int(os.environ.get("WORLD_SIZE", "1")))

@@ -32,6 +32,8 @@ class Plan:
     """Old log-probs from the learner (default) or as the sampler reported them."""
     scored_early: bool = False
     """`collect` gives them with the batch."""
+    reference: bool = False
+    """The loss also looks at log-probs of the run's first weights."""
     correction: Correction | None = None
     """Of the loss, for the difference between learner and sampler."""
     max_skipped: int = 8
@@ -159,19 +161,23 @@ def updates_of(plan: Plan, objective: Objective, batch: RolloutBatch, epoch: int
 
 def score(plan: Plan, parts: Parts, batch: RolloutBatch) -> tuple[RolloutBatch, Metrics]:
     """Old log-probs, from the first epoch's mini-batches and packing: every weight is 1 at update 1."""
-    start = perf_counter()
+    start, updates = perf_counter(), updates_of(plan, parts.objective, batch, epoch=1)
+    if plan.reference:
+        batch = batch.with_reference_logprobs(scored_by(parts.learner.reference_log_probs, updates))
     if plan.scored_early:
         return batch, {}
     if plan.learner_scores_old:
-        batch = scored_by(parts.learner, batch, updates_of(plan, parts.objective, batch, epoch=1))
+        batch = batch.with_old_logprobs(scored_by(parts.learner.log_probs, updates))
     else:
         batch = batch.with_old_logprobs([sequence.rollout_logprobs for sequence in batch.sequences])
     return batch, {"time/logprobs_s": perf_counter() - start}
 
 
-def scored_by(learner: Learner, batch: RolloutBatch, mini_batches: Iterable[MiniBatch]) -> RolloutBatch:
-    """The batch with the learner's log-probs, computed mini-batch by mini-batch."""
-    old: dict[int, Tensor] = {}
+def scored_by(
+    log_probs: Callable[[MiniBatch], list[Tensor]], mini_batches: Iterable[MiniBatch]
+) -> list[Tensor]:
+    """Log-probs of a whole batch, in its order, computed mini-batch by mini-batch."""
+    found: dict[int, Tensor] = {}
     for mini_batch in mini_batches:
-        old.update(zip(mini_batch.indices, learner.log_probs(mini_batch), strict=True))
-    return batch.with_old_logprobs([old[index] for index in range(len(batch.sequences))])
+        found.update(zip(mini_batch.indices, log_probs(mini_batch), strict=True))
+    return [found[index] for index in sorted(found)]

@@ -6,13 +6,16 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
+
+if TYPE_CHECKING:
+    from pnpo_megatron.tracking import Tracker
 
 
 class Monitor:
@@ -26,10 +29,11 @@ class Monitor:
         active: bool = True,
         resume_at_bytes: int | None = None,
         update: int = 0,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         """`resume_at_bytes`: cut metrics.jsonl back to what the checkpoint saw, after `update` rows; None
         starts a new file."""
-        self._active = active
+        self._active, self._trackers = active, list(trackers)
         self._file: IO[str] | None = None
         if not active:
             return
@@ -102,6 +106,8 @@ class Monitor:
             self._progress.stop()
             self._tensorboard.close()
             self._file.close()
+            for tracker in self._trackers:
+                tracker.close()
 
     def _cut(self, path: Path, size: int) -> None:
         """Rows past `size` belong to updates that are made again."""
@@ -118,9 +124,15 @@ class Monitor:
         assert self._file is not None
         row = head | {key: _json_number(value) for key, value in metrics.items()}
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        for key, value in metrics.items():
-            if isinstance(value, int | float):
-                self._tensorboard.add_scalar(key, value, at)
+        numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, int | float)}
+        for key, number in numbers.items():
+            self._tensorboard.add_scalar(key, number, at)
+        for tracker in list(self._trackers):
+            try:
+                tracker.log(numbers, at)
+            except Exception as error:  # whatever the tool raises: training goes on without it
+                self._trackers.remove(tracker)
+                self.say(f"{tracker.name} gets no more metrics: {type(error).__name__}: {error}")
 
     def _note(self) -> str:
         shown = {"reward/mean": "reward", "gate/rejected_fraction": "rejected", "loss": "loss"}

@@ -171,6 +171,7 @@ HARMLESS = (
 """Settings that do not touch the numbers. Model and prompts are compared by content, not by path."""
 ROUNDING = (
     "parallel.", "batching.", "model.recompute", "model.attention_backend", "model.logprob_chunk",
+    "model.grouped_experts",
     "optimizer.distributed", "optimizer.overlap_grad_reduce", "optimizer.overlap_param_gather",
     "rollout.overlap_logprobs",
 )  # fmt: skip

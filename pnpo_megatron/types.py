@@ -102,6 +102,8 @@ class TrainSequence:
     advantage: float
     old_logprobs: Tensor | None = None
     """[n] float32, 0 off the mask; set once, then frozen for all K epochs."""
+    reference_logprobs: Tensor | None = None
+    """[n] float32, of the run's first weights; None unless the loss looks at them."""
     correction: Tensor | None = None
     """[n] float32 factors of the loss (`Correction.factors`); None: all are 1."""
     routes: Tensor | None = None
@@ -140,11 +142,15 @@ class RolloutBatch:
 
     def with_old_logprobs(self, old_logprobs: Sequence[Tensor]) -> RolloutBatch:
         """The same batch with the ratio's denominators filled in, one [n] tensor a sequence."""
-        sequences = tuple(
-            replace(sequence, old_logprobs=logprobs)
-            for sequence, logprobs in zip(self.sequences, old_logprobs, strict=True)
+        pairs = zip(self.sequences, old_logprobs, strict=True)
+        return replace(self, sequences=tuple(replace(one, old_logprobs=column) for one, column in pairs))
+
+    def with_reference_logprobs(self, reference_logprobs: Sequence[Tensor]) -> RolloutBatch:
+        """The same batch with what the run's first weights say, one [n] tensor a sequence."""
+        pairs = zip(self.sequences, reference_logprobs, strict=True)
+        return replace(
+            self, sequences=tuple(replace(one, reference_logprobs=column) for one, column in pairs)
         )
-        return replace(self, sequences=sequences)
 
 
 @dataclass(frozen=True)
@@ -218,6 +224,10 @@ class Learner(Protocol):
 
     def log_probs(self, mini_batch: MiniBatch) -> list[Tensor]:
         """[n] float32 per sequence, token-aligned, complete on every rank, in the packing of `update`."""
+        ...
+
+    def reference_log_probs(self, mini_batch: MiniBatch) -> list[Tensor]:
+        """The same of the weights that the run began with."""
         ...
 
     def update(self, mini_batch: MiniBatch, objective: Objective, *, step: int) -> dict[str, float]:

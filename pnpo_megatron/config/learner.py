@@ -15,6 +15,8 @@ class ModelConfig(Section):
 
     hf: Path
     """Hugging Face folder: config.json, safetensors, tokenizer. Code in it is never run."""
+    init: Path | None = None
+    """Megatron checkpoint whose weights a new run starts from, instead of those of `hf`."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_modules: list[Literal["core_attn", "layernorm", "mlp", "moe"]] = ["core_attn"]
@@ -72,6 +74,10 @@ class ObjectiveConfig(Section):
     mean: Literal["response", "token"] | None = None
     score: Literal["token", "prefix"] | None = None
     """Each coefficient on its own token's score (Eq. 11), or on those of its whole prefix (Eq. 6)."""
+    kl_coef: NonNegativeFloat = 0.0
+    """Of the KL estimate to the run's first weights (k3), added to the loss."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Of the entropy of every trained token's distribution, subtracted from the loss."""
     renormalise: bool = False
     """Means over accepted tokens: rejected ones leave the denominators too. The paper keeps them in."""
     gate_low: PositiveFloat | None = None
@@ -88,6 +94,15 @@ class ObjectiveConfig(Section):
     old_logprobs: Literal["learner", "rollout"] = "learner"
     stop_rejected: float | None = Field(None, gt=0.0, lt=1.0)
     """Leave the batch after the update whose rejected fraction passes this."""
+
+    @model_validator(mode="after")
+    def _only_the_policy_loss_is_renormalised(self) -> Self:
+        if self.renormalise and (self.kl_coef or self.entropy_coef):
+            raise ValueError(
+                "objective.renormalise = true multiplies the whole gradient at the end, what kl_coef and "
+                "entropy_coef add to it as well; use kl_coef = 0 and entropy_coef = 0, or renormalise = false"
+            )
+        return self
 
 
 class OptimizerConfig(Section):

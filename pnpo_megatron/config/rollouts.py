@@ -133,8 +133,8 @@ class RolloutConfig(Section):
 class RewardConfig(Section):
     """A reward is a plain function of one response."""
 
-    function: str = "math"
-    """``math`` or ``module:function``, taking a RewardInput and returning a float."""
+    function: str | dict[str, float] = "math"
+    """``math`` or ``module:function``, taking a RewardInput and returning a float. Or several = weight."""
     workers: PositiveInt = 2
     timeout_s: PositiveFloat = 10.0
     memory_bytes: NonNegativeInt = 4 << 30

@@ -43,6 +43,15 @@ class CheckpointConfig(Section):
     """When a checkpoint cannot be written, e.g. because the disk is full."""
 
 
+class TrackConfig(Section):
+    """Where metrics go besides the run folder, if the tool is installed."""
+
+    wandb: str = ""
+    """Project of Weights & Biases."""
+    mlflow: str = ""
+    """Experiment of MLflow; the server is what MLFLOW_TRACKING_URI says."""
+
+
 class ExportConfig(Section):
     """Hugging Face folders written during training; the last step is always exported."""
 

@@ -16,7 +16,7 @@ from pnpo_megatron.config.learner import (
     ParallelConfig,
 )
 from pnpo_megatron.config.rollouts import DataConfig, EvalConfig, RewardConfig, RolloutConfig
-from pnpo_megatron.config.run import CheckpointConfig, ExportConfig, RunConfig, Section
+from pnpo_megatron.config.run import CheckpointConfig, ExportConfig, RunConfig, Section, TrackConfig
 
 
 class Config(BaseSettings):
@@ -38,6 +38,7 @@ class Config(BaseSettings):
     batching: BatchingConfig = BatchingConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    track: TrackConfig = TrackConfig()
     export: ExportConfig = ExportConfig()
 
     @model_validator(mode="after")

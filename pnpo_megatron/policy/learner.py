@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pnpo_megatron.algorithm.diagnostics import Tally, renormalised, skip_reason, summarise, tally
 from pnpo_megatron.algorithm.objective import Objective, policy_loss
+from pnpo_megatron.algorithm.regularise import regulariser
 from pnpo_megatron.convert.architecture import Architecture
 from pnpo_megatron.convert.stream import export_hf
 from pnpo_megatron.data.partition import Layout
@@ -26,6 +27,7 @@ from pnpo_megatron.parallel.groups import ParallelGroups
 from pnpo_megatron.parallel.prefix_scan import ratio_stats
 from pnpo_megatron.parallel.reduce import max_over
 from pnpo_megatron.parallel.vocab_logprobs import chunked_logprobs
+from pnpo_megatron.policy.first_weights import FirstWeights
 from pnpo_megatron.policy.forward import MicroBatch, Work, cut, layout_of, run_schedule
 from pnpo_megatron.policy.gradient_memory import FirstEpochGradient
 from pnpo_megatron.policy.loss_scale import loss_scale
@@ -68,6 +70,9 @@ class LearnerSettings:
     padded: bool = False
     logprob_chunk: int = 1024
     """Tokens that go through the output layer at once."""
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
+    """Both of `regulariser`."""
     moe_bias_rate: float = 0.0
     """Of `Routing.balance`, after every update that is taken."""
     gradient_cosine: bool = False
@@ -98,6 +103,7 @@ class MegatronLearner:
         self.config: Any = get_model_config(self.chunks[0])
         self.device: torch.device = next(self.chunks[0].parameters()).device
         self.first_epoch = FirstEpochGradient(self.optimizer) if settings.gradient_cosine else None
+        self.first_weights = FirstWeights(self.chunks) if settings.kl_coef else None
         self.token_dump: TokenDump | None = None
         """Set it to see every token of the updates that follow."""
         self.routing = Routing(
@@ -130,15 +136,17 @@ class MegatronLearner:
             Communication: one all-reduce of all tokens over data x context ranks, one over pipeline stages.
         """
         work = cut(mini_batch, self.layout, self.groups, self.device)
-
-        def last_stage(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
-            logprobs, _ = self._score(hidden, micro_batch)
-            return logprobs.new_zeros(()), torch.zeros((), dtype=torch.int), (micro_batch, logprobs)
-
         self.routing.record(mini_batch)
-        results = run_schedule(self.chunks, work, self.groups, last_stage, self.routing, forward_only=True)
+        found = self._scored(work)
         self.routing.keep(mini_batch, work.flat)
-        return whole_sequences(work, results, self.groups, self.device)
+        return found
+
+    def reference_log_probs(self, mini_batch: MiniBatch) -> list[Tensor]:
+        """`log_probs` of the weights that the run began with, whose routers choose freely."""
+        assert self.first_weights is not None, "kl_coef is 0"
+        self.finish_parameter_gather()
+        with self.first_weights.in_force():
+            return self._scored(cut(mini_batch, self.layout, self.groups, self.device))
 
     def update(self, mini_batch: MiniBatch, objective: Objective, *, step: int) -> dict[str, float]:
         """One optimizer step on Eq. 11, or none if there is nothing to learn from (DECISIONS).
@@ -189,6 +197,14 @@ class MegatronLearner:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
 
+    def _scored(self, work: Work) -> list[Tensor]:
+        def last_stage(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+            logprobs, _ = self._score(hidden, micro_batch)
+            return logprobs.new_zeros(()), torch.zeros((), dtype=torch.int), (micro_batch, logprobs)
+
+        results = run_schedule(self.chunks, work, self.groups, last_stage, self.routing, forward_only=True)
+        return whole_sequences(work, results, self.groups, self.device)
+
     def _score(self, hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probs and entropy, [n] float32, of a micro-batch's trained tokens, on the last stage."""
         states = hidden.squeeze(0)
@@ -216,6 +232,8 @@ class MegatronLearner:
         """
         scale = loss_scale(self.config, list(work.all_tokens), cp_rank=self.groups.cp_rank)
         dumped: dict[str, list[tuple[MicroBatch, Tensor]]] = {name: [] for name in DUMPED}
+        kl_coef, entropy_coef = self.settings.kl_coef, self.settings.entropy_coef
+        reference = _reference(mini_batch).to(self.device) if kl_coef else None
 
         def last_stage(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
             packed = micro_batch.packed
@@ -231,6 +249,15 @@ class MegatronLearner:
                 self.groups.cp,
             )
             loss, terms = policy_loss(objective, policy, stats, packed.advantages, packed.loss_share)
+            if kl_coef or entropy_coef:
+                loss = loss + regulariser(
+                    logprobs,
+                    entropy,
+                    None if reference is None else reference[micro_batch.places],
+                    packed.loss_share[micro_batch.slots],
+                    kl_coef=kl_coef,
+                    entropy_coef=entropy_coef,
+                )
             if self.token_dump is not None:
                 at = micro_batch.slots
                 columns = logprobs.detach(), terms.log_weight[at], terms.keep[at]
@@ -281,6 +308,13 @@ def _nothing_to_learn(mini_batch: MiniBatch) -> bool:
     """Whether no trained token has an advantage: known beforehand, so no backward pass is needed."""
     pairs = zip(mini_batch.sequences, mini_batch.loss_share, strict=True)
     return not any(one.advantage != 0.0 and share > 0.0 for one, share in pairs)
+
+
+def _reference(mini_batch: MiniBatch) -> Tensor:
+    """[N] log-probs of the first weights, the sequences end to end as in `FlatTokens`."""
+    return torch.cat(
+        [one.reference_logprobs for one in mini_batch.sequences if one.reference_logprobs is not None]
+    )
 
 
 def _peak_bytes() -> int:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pnpo_megatron.algorithm.correction import Correction
+from pnpo_megatron.algorithm.regularise import k3
 from pnpo_megatron.errors import MismatchError
 from pnpo_megatron.types import RolloutBatch
 
@@ -41,6 +42,16 @@ def mismatch_metrics(batch: RolloutBatch) -> dict[str, float]:
         "mismatch/ess_token": _effective(gap),
         "mismatch/ess_sequence": _effective(sequences),
     }
+
+
+def reference_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """`kl/reference`, nats a trained token: how far a batch's policy is from the run's first weights."""
+    found = [
+        k3(one.old_logprobs, one.reference_logprobs)[one.response_mask].double()
+        for one in batch.sequences
+        if one.old_logprobs is not None and one.reference_logprobs is not None
+    ]
+    return {"kl/reference": float(torch.cat(found).mean())} if found else {}
 
 
 def _effective(log_weights: Tensor) -> float:

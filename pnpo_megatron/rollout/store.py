@@ -30,12 +30,10 @@ def to_arrays(batch: RolloutBatch) -> dict[str, Tensor]:
         "lengths": torch.tensor([len(s.ids) for s in sequences]),
         "advantages": torch.tensor([s.advantage for s in sequences], dtype=torch.float64),
     }
-    old = [s.old_logprobs for s in sequences if s.old_logprobs is not None]
-    if old:
-        arrays["old_logprobs"] = torch.cat(old)
-    routes = [s.routes for s in sequences if s.routes is not None]
-    if routes:
-        arrays["routes"] = torch.cat(routes)
+    for name in ("old_logprobs", "reference_logprobs", "routes"):
+        known = [value for s in sequences if (value := getattr(s, name)) is not None]
+        if known:
+            arrays[name] = torch.cat(known)
     return arrays
 
 
@@ -59,7 +57,11 @@ def from_arrays(
         for ids, mask, logprobs, advantage, chosen in columns
     )
     batch = RolloutBatch(step, sequences, tuple(records), tuple(record.group for record in records))
-    return batch.with_old_logprobs(arrays["old_logprobs"].split(lengths)) if frozen else batch
+    if not frozen:
+        return batch
+    if "reference_logprobs" in arrays:
+        batch = batch.with_reference_logprobs(arrays["reference_logprobs"].split(lengths))
+    return batch.with_old_logprobs(arrays["old_logprobs"].split(lengths))
 
 
 class RolloutStore:

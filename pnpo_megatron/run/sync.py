@@ -67,7 +67,7 @@ class WeightSync:
         seconds = perf_counter() - start
         probed = from_rank_zero(lambda: self._probe(step), control, "sampling to check the sync")
         together = mini_batches(probed, len(set(probed.groups)), mean="response", seed=(0,))
-        probed = scored_by(live.learner, probed, together)
+        probed = probed.with_old_logprobs(scored_by(live.learner.log_probs, together))
         gap = mismatch_metrics(probed)
         check_mismatch(gap, self._config.rollout.max_mismatch, f"after the sync of step {step}")
         if not self._checked:

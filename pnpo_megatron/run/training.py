@@ -21,13 +21,19 @@ from pnpo_megatron.parallel.watch import Watch
 from pnpo_megatron.policy.learner import SKIP_REASONS
 from pnpo_megatron.profiling import StepProfile
 from pnpo_megatron.resume import RunState
-from pnpo_megatron.rollout.mismatch import check_mismatch, correction_metrics, mismatch_metrics
+from pnpo_megatron.rollout.mismatch import (
+    check_mismatch,
+    correction_metrics,
+    mismatch_metrics,
+    reference_metrics,
+)
 from pnpo_megatron.rollout.store import RolloutStore
 from pnpo_megatron.run.batches import Batches
 from pnpo_megatron.run.early import EarlyScores
 from pnpo_megatron.run.notices import opening_lines
 from pnpo_megatron.run.outcome import evaluate_step, export_step
 from pnpo_megatron.run.sync import WeightSync
+from pnpo_megatron.tracking import open_trackers
 from pnpo_megatron.types import MiniBatch, RolloutBatch
 
 SEQUENCES_A_RANK = 4
@@ -64,6 +70,7 @@ class Run:
             active=self.is_writer,
             resume_at_bytes=state.metrics_bytes if state else None,
             update=self.position.update,
+            trackers=open_trackers(config.track, config.run.folder, config.flat()) if self.is_writer else (),
         )
         say = self.monitor.say
         self.batches = Batches(config, live, self.store, state.ahead if state else "", say)
@@ -127,7 +134,7 @@ class Run:
     def compare(self, batch: RolloutBatch) -> Metrics:
         """Learner against engine on the whole batch, and the batch to disk. Not collective."""
         self.watch.place = f"update {self.position.update + 1} of step {batch.step}"
-        metrics = mismatch_metrics(batch)
+        metrics = mismatch_metrics(batch) | reference_metrics(batch)
         check_mismatch(metrics, self.config.rollout.max_mismatch, f"step {batch.step}")
         if self.live.turns and self.live.memory:
             metrics |= self.live.turns.to_learner(self.live.memory)
@@ -239,6 +246,7 @@ def _plan(config: Config) -> Plan:
         learner_scores_old=objective.old_logprobs == "learner",
         correction=correction,
         scored_early=rollout.overlap_logprobs,
+        reference=objective.kl_coef > 0,
         max_lag=rollout.max_lag,
         max_skipped=config.optimizer.max_skipped,
         stop_rejected=objective.stop_rejected,

@@ -145,6 +145,28 @@ def test_two_data_parallel_ranks_replay_to_the_same_loss_and_gradient(task, whol
         assert ours["gate/rejected_fraction"] == theirs["gate/rejected_fraction"]
 
 
+def test_a_run_begun_from_a_checkpoint_is_one_begun_from_the_folder_exported_beside_it(task, whole):
+    """The same first weights, so the same rows, with a loss that also pulls back to them."""
+    name = f"step_{STEPS:06d}"
+    rows = {}
+    for case, flags in {
+        "folder": [f"--model.hf={whole / 'hf' / name}"],
+        "checkpoint": [f"--model.init={whole / 'checkpoints' / name}"],
+    }.items():
+        config = write_config(task, task / case, steps=2)
+        code, output = finish(
+            start_training(
+                config, *flags, f"--rollout.replay={whole}", "--eval.benchmarks=[]",
+                "--objective.kl_coef=0.1", "--objective.entropy_coef=0.01", "--rollout.max_mismatch=10",
+            )
+        )  # fmt: skip
+        assert code == 0, output
+        rows[case] = without_times(read_metrics(task / case))
+    assert rows["checkpoint"] == rows["folder"]
+    pulled = [row["kl/reference"] for row in rows["folder"] if "kl/reference" in row]
+    assert pulled[0] == 0.0 < pulled[1], "nothing has moved before the first batch's updates"
+
+
 def test_two_data_parallel_ranks_sample_and_learn_as_one_does(task, whole, updates):
     """The first batch: the same weights, prompts and seeds, so the same rollouts; then the same gradients."""
     folder = task / "two_ranks"

@@ -109,3 +109,14 @@ def test_context_parallel_ranks_share_one_sequence(path):
     assert config.parallel.context == 4
     with pytest.raises(ConfigError, match="use 4096 or more"):
         load_config(path, ["--parallel.context=4", "--batching.max_tokens=4095"])
+
+
+def test_several_rewards_with_weights_survive_the_resolved_file(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text(
+        '[model]\nhf = "m"\n[data]\nprompts = "p"\n[reward.function]\nmath = 1.0\n"mine:brevity" = 0.2\n'
+    )
+    config = load_config(path)
+    assert config.reward.function == {"math": 1.0, "mine:brevity": 0.2}
+    path.write_text(config.to_toml())
+    assert load_config(path) == config

@@ -55,6 +55,7 @@ LAYERS: dict[str, Layer] = {
     "analysis.plots": Layer((*PURE, "analysis"), ("matplotlib",), distributed=False),
     "planning": Layer((*SHARDED, "planning", "config"), ("rich",), distributed=False),
     "monitor": Layer(PURE, ("rich", "tensorboard"), distributed=False),
+    "tracking": Layer((*PURE, "config"), ("wandb", "mlflow"), distributed=False),
     "resume": Layer(PURE, ("safetensors",), distributed=False),
 }
 ENGINES = {"megatron": ("policy",), "vllm": ("rollout.vllm_worker", "rollout.vllm_transfer")}
@@ -105,16 +106,18 @@ def forbidden(imported: str, module: str) -> bool:
     if top == PACKAGE:
         inner = imported.removeprefix(PACKAGE).lstrip(".")
         # `from ..types import Prompt` lists types.Prompt too; the bare package holds the version only.
-        return bool(inner) and not any(matches(inner, prefix) or prefix.startswith(inner + ".")
-                                       for prefix in (*layer.internal, module))
+        return bool(inner) and not any(
+            matches(inner, prefix) or prefix.startswith(inner + ".") for prefix in (*layer.internal, module)
+        )
     if top in sys.stdlib_module_names or top == "__future__":
         return False
     if top == "torch":
         return not layer.distributed and matches(imported, "torch.distributed")
     if top == "megatron" and imported != "megatron":
         return not matches(imported, "megatron.core")
-    return "*" not in layer.libraries and not any(matches(imported, name) or matches(name, imported)
-                                                  for name in layer.libraries)
+    return "*" not in layer.libraries and not any(
+        matches(imported, name) or matches(name, imported) for name in layer.libraries
+    )
 
 
 def violations(root: Path) -> list[str]:
@@ -134,22 +137,29 @@ def test_every_import_respects_the_layers():
     assert violations(ROOT) == []
 
 
-@pytest.mark.parametrize(("file", "line", "name"), [
-    ("algorithm/planted.py", "import torch.distributed as dist", "torch.distributed"),
-    ("algorithm/planted.py", "from torch import distributed", "torch.distributed"),
-    ("algorithm/planted.py", "import numpy as np", "numpy"),
-    ("algorithm/planted.py", "from ..config import Config", "pnpo_megatron.config"),
-    ("algorithm/planted.py", "def f():\n    import pnpo_megatron.parallel", "pnpo_megatron.parallel"),
-    ("convert/layouts.py", "import pnpo_megatron.convert.qwen2", "pnpo_megatron.convert.qwen2"),
-    ("convert/planted.py", "from megatron.core import parallel_state", "megatron.core"),
-    ("policy/planted.py", "from megatron.training import get_args", "megatron.training"),
-    ("policy/planted.py", "from pnpo_megatron.rollout import vllm_sampler", "pnpo_megatron.rollout"),
-    ("rollout/vllm_sampler.py", "import vllm", "vllm"),
-    ("loop.py", "from pnpo_megatron import config", "pnpo_megatron.config"),
-    ("loop.py", "from pnpo_megatron.policy.learner import MegatronLearner", "pnpo_megatron.policy.learner"),
-    ("build.py", "import megatron.core", "megatron.core"),
-    ("a_new_module.py", "import vllm", "vllm"),
-])
+@pytest.mark.parametrize(
+    ("file", "line", "name"),
+    [
+        ("algorithm/planted.py", "import torch.distributed as dist", "torch.distributed"),
+        ("algorithm/planted.py", "from torch import distributed", "torch.distributed"),
+        ("algorithm/planted.py", "import numpy as np", "numpy"),
+        ("algorithm/planted.py", "from ..config import Config", "pnpo_megatron.config"),
+        ("algorithm/planted.py", "def f():\n    import pnpo_megatron.parallel", "pnpo_megatron.parallel"),
+        ("convert/layouts.py", "import pnpo_megatron.convert.qwen2", "pnpo_megatron.convert.qwen2"),
+        ("convert/planted.py", "from megatron.core import parallel_state", "megatron.core"),
+        ("policy/planted.py", "from megatron.training import get_args", "megatron.training"),
+        ("policy/planted.py", "from pnpo_megatron.rollout import vllm_sampler", "pnpo_megatron.rollout"),
+        ("rollout/vllm_sampler.py", "import vllm", "vllm"),
+        ("loop.py", "from pnpo_megatron import config", "pnpo_megatron.config"),
+        (
+            "loop.py",
+            "from pnpo_megatron.policy.learner import MegatronLearner",
+            "pnpo_megatron.policy.learner",
+        ),
+        ("build.py", "import megatron.core", "megatron.core"),
+        ("a_new_module.py", "import vllm", "vllm"),
+    ],
+)
 def test_a_planted_import_is_found(tmp_path, file, line, name):
     path = tmp_path / PACKAGE / file
     path.parent.mkdir(parents=True)
@@ -158,16 +168,22 @@ def test_a_planted_import_is_found(tmp_path, file, line, name):
     assert f"{module} imports {name}" in violations(tmp_path)
 
 
-@pytest.mark.parametrize(("file", "line"), [
-    ("algorithm/planted.py", "import math\nfrom torch import Tensor\nfrom .ratios import RatioStats"),
-    ("algorithm/__init__.py", "from .objective import policy_loss\nfrom pnpo_megatron.types import Prompt"),
-    ("types.py", "if TYPE_CHECKING:\n    from pnpo_megatron.parallel.groups import ParallelGroups"),
-    ("parallel/planted.py", "from torch.distributed import ProcessGroup"),
-    ("eval/planted.py", "from pnpo_megatron.eval.avg_at_k import avg_at_k"),
-    ("policy/planted.py", "from megatron.core import parallel_state\nfrom . import loss_scale"),
-    ("rollout/vllm_worker.py", "from vllm import LLM"),
-    ("build.py", "from pnpo_megatron.policy.learner import MegatronLearner\nimport rich"),
-])
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("algorithm/planted.py", "import math\nfrom torch import Tensor\nfrom .ratios import RatioStats"),
+        (
+            "algorithm/__init__.py",
+            "from .objective import policy_loss\nfrom pnpo_megatron.types import Prompt",
+        ),
+        ("types.py", "if TYPE_CHECKING:\n    from pnpo_megatron.parallel.groups import ParallelGroups"),
+        ("parallel/planted.py", "from torch.distributed import ProcessGroup"),
+        ("eval/planted.py", "from pnpo_megatron.eval.avg_at_k import avg_at_k"),
+        ("policy/planted.py", "from megatron.core import parallel_state\nfrom . import loss_scale"),
+        ("rollout/vllm_worker.py", "from vllm import LLM"),
+        ("build.py", "from pnpo_megatron.policy.learner import MegatronLearner\nimport rich"),
+    ],
+)
 def test_an_allowed_import_is_not_reported(tmp_path, file, line):
     path = tmp_path / PACKAGE / file
     path.parent.mkdir(parents=True)
@@ -189,8 +205,21 @@ ONLY_TORCH = textwrap.dedent("""
     print(*sorted(name for name in ("megatron", "vllm", "transformers") if name in sys.modules))
 """)
 EVERYTHING_ELSE = (
-    "jinja2", "math_verify", "matplotlib", "megatron", "pyarrow", "pydantic", "pydantic_settings", "psutil",
-    "rich", "safetensors", "tensorboard", "tokenizers", "tomli_w", "transformers", "vllm",
+    "jinja2",
+    "math_verify",
+    "matplotlib",
+    "megatron",
+    "pyarrow",
+    "pydantic",
+    "pydantic_settings",
+    "psutil",
+    "rich",
+    "safetensors",
+    "tensorboard",
+    "tokenizers",
+    "tomli_w",
+    "transformers",
+    "vllm",
 )
 
 
