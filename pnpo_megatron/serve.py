@@ -13,13 +13,13 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from pnpo_megatron.config import Config, load_config
+from pnpo_megatron.config.rollouts import CPU_CACHE_BYTES, GPU_CACHE_BYTES
 from pnpo_megatron.rollout.vllm_sampler import engine_settings
 from pnpo_megatron.rollout.vllm_worker import engine_arguments
 from pnpo_megatron.rollout.weight_network import BACKEND, SERVER_PID
 from pnpo_megatron.rollout.worker_process import worker_environment
 
 LOG = logging.getLogger(__name__)
-CPU_CACHE_BYTES, GPU_CACHE_BYTES = 256 * 2**20, 16 * 2**30
 LOOPBACK = "127.0.0.1"
 Device: TypeAlias = Literal["cpu", "cuda"]
 

@@ -8,6 +8,9 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from pnpo_megatron.config.run import Section
 
+CPU_CACHE_BYTES, GPU_CACHE_BYTES = 256 * 2**20, 16 * 2**30
+"""Key-value cache of an engine where none is set."""
+
 
 class DataConfig(Section):
     """Prompts and how they are rendered."""
@@ -63,7 +66,7 @@ class RolloutConfig(Section):
     replay: str = ""
     """Train on the stored rollouts of this run folder instead of sampling."""
     kv_cache_bytes: PositiveInt | None = None
-    """Key-value cache of the engine; None takes 256 MiB on CPU, and the engine's own rule on GPUs."""
+    """Key-value cache of the engine; None takes `CPU_CACHE_BYTES` or `GPU_CACHE_BYTES`."""
     max_num_seqs: PositiveInt = 256
     enforce_eager: bool | None = None
     """None: eager on CPU, graphs on GPUs."""
