@@ -7,6 +7,7 @@ from functools import cached_property, lru_cache
 from math import prod
 
 from pnpo_megatron.config import Config
+from pnpo_megatron.config.rollouts import GPU_CACHE_BYTES
 from pnpo_megatron.convert.architecture import Architecture
 from pnpo_megatron.convert.families import hf_shapes
 from pnpo_megatron.data.partition import Layout, Plan, plan_micro_batches
@@ -17,13 +18,10 @@ from pnpo_megatron.planning.activations import Modules
 from pnpo_megatron.planning.cluster import Cluster
 from pnpo_megatron.planning.shards import StateBytes, chunks_of, state_bytes
 
-GPU_CACHE_BYTES = 16 * 2**30
-"""The engine's key-value cache where none is set, as `build` has it for GPUs."""
-
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What no configuration says. The first two come from the paper's step times (`calibration`)."""
+    """What no configuration says. The first two come from the paper's step times (tests/unit/planning)."""
 
     mfu: float = 0.432
     """Share of the data sheet's FLOP/s in training, communication not included; plausible: 0.25 to 0.5."""

@@ -1,12 +1,11 @@
-"""Whether a final answer equals the gold, from cheap and exact to symbolic: text, numbers, lists,
-intervals, formulas."""
+"""Whether a final answer equals the gold, from cheap and exact to symbolic: text, numbers, lists, formulas;
+intervals and inequalities are formulas."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
 
-from pnpo_megatron.reward.intervals import JOINERS, SIDE, as_union, bounds
 from pnpo_megatron.reward.normalise import (
     clean,
     closing,
@@ -24,6 +23,9 @@ MAX_ANSWER = 20_000
 """Characters; a longer "answer" is not one."""
 MAX_FORMULA = 1_000
 """Characters of anything but plain digits."""
+_JOINERS = re.compile(r",?\s*(?:\\text\s*\{\s*(?:and|or|，|和|或)\s*\}|(?<=[\d})\] ])\b(?:and|or)\b)\s*")
+"""Words and commas between the parts of an answer."""
+_BRANCHES = re.compile(rf"{_JOINERS.pattern}|\\cup(?![A-Za-z])")
 _NAME = re.compile(r"^\s*\(?([A-Za-z](?:_\{?\w+\}?)?)\)?\s*(?:=|\\in(?![A-Za-z]))\s*(?=\S)")
 _CLOCK = re.compile(r"\d{1,2}\s*:\s*\d\d(?!\d)")
 _BASED = re.compile(r"(\d+)_\{?(\d+)\}?")
@@ -45,7 +47,7 @@ def _equal(answer: str, gold: str) -> bool:
         return True
     if max(len(answer), len(gold)) > MAX_FORMULA:
         return decimal_form(answer) is not None and decimal_form(answer) == decimal_form(gold)
-    for rule in (_words, _clock, _number, _based, _named, _interval, _parts):
+    for rule in (_words, _clock, _number, _based, _named, _union, _parts):
         verdict = rule(answer, gold)
         if verdict is not None:
             return verdict
@@ -122,18 +124,12 @@ def _has_letters(text: str) -> bool:
     return bool(re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])", text))
 
 
-def _interval(answer: str, gold: str) -> bool | None:
-    """Intervals and inequalities of one variable, as (bracket, low, high, bracket)."""
-    unions = as_union(answer), as_union(gold)
-    if unions != (answer, gold):
-        return _equal(*unions)
-    left, right = bounds(answer), bounds(gold)
-    if left is None or right is None or not (SIDE.search(answer) or SIDE.search(gold)):
+def _union(answer: str, gold: str) -> bool | None:
+    r"""``x < 2 or x > 3`` against ``(-\infty,2) \cup (3,\infty)``, branch by branch."""
+    if r"\cup" not in answer + gold or not _JOINERS.search(answer + gold):
         return None
-    if left[4] and right[4] and left[4] != right[4]:
-        return False
-    same_ends = left[0] == right[0] and left[3] == right[3]
-    return same_ends and _equal(left[1], right[1]) and _equal(left[2], right[2])
+    left, right = ([clean(part) for part in _BRANCHES.split(text)] for text in (answer, gold))
+    return len(left) == len(right) and _one_to_one(left, right)
 
 
 def _parts(answer: str, gold: str) -> bool | None:
@@ -168,7 +164,7 @@ def _split(text: str) -> tuple[str, list[str]]:
 
 
 def _members(text: str) -> Iterator[str]:
-    for part in split_top(JOINERS.sub(",", text)):
+    for part in split_top(_JOINERS.sub(",", text)):
         if part.count(r"\pm") == 1:
             yield clean(re.sub(r"^\+", "", part.replace(r"\pm", "+").strip()))
             yield clean(part.replace(r"\pm", "-"))

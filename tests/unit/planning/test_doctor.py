@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from doctor_checks import parameters_on_meta, planned_parameters
+from paper_times import PAPER_FOUR, PAPER_ONE, PLAUSIBLE, calibrated
 
 from pnpo_megatron.cli import main
 from pnpo_megatron.config import load_config
 from pnpo_megatron.errors import ConfigError, ConversionError
 from pnpo_megatron.parallel.settings import ParallelSettings
 from pnpo_megatron.planning.activations import in_flight
-from pnpo_megatron.planning.calibration import PAPER_FOUR, PAPER_ONE, PLAUSIBLE, calibrated
 from pnpo_megatron.planning.cluster import known_clusters, load_cluster
 from pnpo_megatron.planning.doctor import read_shape
 from pnpo_megatron.planning.job import Assumptions, Job
