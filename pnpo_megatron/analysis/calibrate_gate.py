@@ -133,7 +133,7 @@ def _join(epoch: int, dumps: Sequence[TokenDump], gate: dict[str, Any]) -> Token
 
     position, length = joined("position"), joined("length")
     weight = resolve_weight(gate["weight"])
-    log_weight = torch.cat([weight(dump.stats).expand_as(dump.stats.token) for dump in dumps])
+    log_weight = torch.cat([dump.recomputed(weight) for dump in dumps])
     scale = gate.get("gate_reference_length") or length
     return Tokens(
         epoch=epoch,

@@ -60,9 +60,10 @@ def flat_arrays(groups: list[Tensor]) -> dict[str, Tensor]:
     position = [torch.arange(1, group.shape[1] + 1).repeat(group.shape[0]) for group in groups]
     length = [torch.full((group.numel(),), group.shape[1]) for group in groups]
     zeros = torch.zeros(len(ratios))
+    starts = torch.cat(position) == 1
     return {
         "policy_logprobs": ratios.float(), "old_logprobs": zeros, "log_weight": zeros,
-        "keep": zeros.to(torch.uint8), "advantages": zeros, "row": zeros.int(),
+        "keep": zeros.to(torch.uint8), "advantages": zeros, "row": starts.cumsum(0) - 1,
         "position": torch.cat(position).int(), "length": torch.cat(length).int(),
     }  # fmt: skip
 
