@@ -63,6 +63,10 @@ class Job:
     """Share of the optimizer's state that lives in host memory."""
     cache_bytes: int = GPU_CACHE_BYTES
     max_num_seqs: int = 256
+    scorings: int = 1
+    """Passes for log-probs a batch: the policy's, and the first weights' (`objective.kl_coef`)."""
+    keeps_gradient: bool = False
+    """The first epoch's, in float32 (`run.gradient_cosine`)."""
     servers: int = 0
     """Rollout servers, on GPUs beside the cluster's; 0: engines share the learner's GPUs."""
     assumed: Assumptions = Assumptions()
@@ -96,6 +100,8 @@ class Job:
             offload=config.optimizer.offload,
             cache_bytes=config.rollout.kv_cache_bytes or GPU_CACHE_BYTES,
             max_num_seqs=config.rollout.max_num_seqs,
+            scorings=1 + (config.objective.kl_coef > 0),
+            keeps_gradient=config.run.gradient_cosine and config.objective.epochs > 1,
             servers=len(config.rollout.servers),
             assumed=assumed,
         )
@@ -179,13 +185,14 @@ class Job:
             self.arch, self.parallel, self.modules, tokens=self.max_tokens, layers=layers, last=last
         )
         working = saved.working_bytes(self.arch, self.parallel, self.modules, tokens=self.max_tokens)
+        shards = self.data * self.parallel.context
         engine = {
             "vLLM weights": 2 * self.parameters / self.engine_tensor,
             "vLLM cache": float(self.cache_bytes),
         }
         return {
             "weights": state.weights,
-            "gradients": state.gradients,
+            "gradients": state.gradients * (1 + self.keeps_gradient / (shards if self.distributed else 1)),
             "optimizer": state.optimizer * (1 - self.offload),
             "activations": held * saved.in_flight(self.parallel, stage, self.micro_batches) + working,
             "logits": saved.logits_bytes(self.arch, self.parallel, tokens=self.max_tokens) if last else 0.0,

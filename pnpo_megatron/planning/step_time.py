@@ -38,7 +38,7 @@ def predict(job: Job) -> StepTime:
     return StepTime(
         generate=_generate(job, engines),
         reward=job.assumed.reward_s,
-        logprobs=updates * (forward + sum(_seconds(job, traffic, backward=False).values())),
+        logprobs=job.scorings * updates * (forward + sum(_seconds(job, traffic, backward=False).values())),
         update=job.epochs * updates * (compute + sum(_seconds(job, traffic).values())),
         sync=2 * job.parameters / job.assumed.sync_bytes_s,
         one_engine=_generate(job, 1),

@@ -148,3 +148,20 @@ def test_the_curve_to_4096_gpus_says_that_it_is_extrapolated(capsys: pytest.Capt
     assert main(["doctor", path, "--cluster", "h20x32", "--scale"]) == 0
     said = capsys.readouterr().out
     assert "EXTRAPOLATION" in said and "4096" in said
+
+
+def test_what_settings_of_the_loss_cost_is_in_the_plan() -> None:
+    path, cluster = ROOT / "examples" / "pnpo_1p5b" / "pnpo_4_epochs.toml", load_cluster("h20x32")
+    plain, more = (
+        Job.of(config, read_shape(ROOT / config.model.hf), cluster, Assumptions())
+        for config in (
+            load_config(path),
+            load_config(path, ["--objective.kl_coef=0.01", "--run.gradient_cosine=true"]),
+        )
+    )
+    assert (
+        predict(more).logprobs == 2 * predict(plain).logprobs
+        and predict(more).update == predict(plain).update
+    )
+    shard = plain.memory()["gradients"] / 32  # data 16 x context 2
+    assert more.memory()["gradients"] - plain.memory()["gradients"] == pytest.approx(shard)
