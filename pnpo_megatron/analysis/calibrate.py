@@ -13,9 +13,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from pnpo_megatron.algorithm.diagnostics import BINS
 from pnpo_megatron.errors import DataError
-
-BINS = 10
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pnpo_megatron.analysis import page, plots
 from pnpo_megatron.analysis.run_folder import number, read_run
-from pnpo_megatron.analysis.series import Line
+from pnpo_megatron.analysis.series import TIMERS, Line
 from pnpo_megatron.durable import write_text_whole
 from pnpo_megatron.errors import DataError
 
@@ -50,7 +50,6 @@ def run_result(folder: Path, setting: str, seed: int) -> dict[str, Any]:
         return [round(fmean(value for value in values if value is not None), 6) for values in rows]
 
     batch = (run.setting("rollout.prompts") or 0) * (run.setting("rollout.group_size") or 0)
-    timers = ("generate", "reward", "logprobs", "update", "sync")
     return {
         "setting": setting,
         "seed": seed,
@@ -63,7 +62,7 @@ def run_result(folder: Path, setting: str, seed: int) -> dict[str, Any]:
         "reward": [round(row["reward/mean"], 6) for row in run.updates if "reward/mean" in row],
         "seconds": {
             name: round(sum(number(row, f"time/{name}_s") or 0.0 for row in run.updates), 1)
-            for name in timers
+            for name in TIMERS
         },
         "evaluations": evaluations,
         "problems": problems,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ import matplotlib
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from pnpo_megatron.analysis.series import BINS, TIMERS, Heat, Line, Spread, Stack
+from pnpo_megatron.algorithm.diagnostics import BINS
+from pnpo_megatron.analysis.series import Line, Spread
 
 INK, FAINT = "#010203", "#010204"
 SERIES = tuple(f"#0a0b{index:02x}" for index in range(8))
@@ -42,28 +43,30 @@ def line_plot(name: str, lines: Sequence[Line], *, x: str, y: str, marker: str =
     return _svg(name, draw)
 
 
-def stack_plot(name: str, stack: Stack) -> str:
+def stack_plot(name: str, steps: Iterable[int], parts: Mapping[str, Sequence[float]]) -> str:
     """Seconds of every step, its parts on top of each other."""
 
     def draw(axes: Any) -> None:
-        edges = [step + side for step in stack.steps for side in (-0.5, 0.5)]
-        heights = [[seconds for seconds in stack.parts[part] for _ in range(2)] for part in TIMERS]
-        axes.stackplot(edges, heights, labels=TIMERS, colors=SERIES[: len(TIMERS)], alpha=0.85, linewidth=0)
+        edges = [step + side for step in steps for side in (-0.5, 0.5)]
+        heights = [[seconds for seconds in part for _ in range(2)] for part in parts.values()]
+        axes.stackplot(
+            edges, heights, labels=list(parts), colors=SERIES[: len(parts)], alpha=0.85, linewidth=0
+        )
         axes.set(xlabel="step", ylabel="seconds", ylim=(0, None))
         axes.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.5, 1.27))
 
     return _svg(name, draw, top=0.5)
 
 
-def heat_map(name: str, heat: Heat) -> str:
+def heat_map(name: str, fraction: Sequence[Sequence[float | None]]) -> str:
     """Rejected fraction, epoch against position; every cell says its percentage."""
     tint = LinearSegmentedColormap.from_list("tint", [(*_rgb(SERIES[1]), 0.0), (*_rgb(SERIES[1]), 0.9)])
 
     def draw(axes: Any) -> None:
-        rows = [[value or 0.0 for value in row] for row in heat.fraction]
+        rows = [[value or 0.0 for value in row] for row in fraction]
         top = max((value for row in rows for value in row), default=0.0)
         axes.pcolormesh(rows, cmap=tint, vmin=0.0, vmax=top or 1.0)
-        for epoch, row in enumerate(heat.fraction):
+        for epoch, row in enumerate(fraction):
             for place, value in enumerate(row):
                 text = "-" if value is None else f"{100 * value:.3g}"
                 axes.text(place + 0.5, epoch + 0.5, text, ha="center", va="center", fontsize=8)
@@ -72,7 +75,7 @@ def heat_map(name: str, heat: Heat) -> str:
         axes.set_yticks([epoch + 0.5 for epoch in range(len(rows))], range(1, len(rows) + 1))
         axes.set(xlabel="position t / L", ylabel="epoch")
 
-    return _svg(name, draw, height=0.68 + 0.34 * max(len(heat.fraction), 1))
+    return _svg(name, draw, height=0.68 + 0.34 * max(len(fraction), 1))
 
 
 def spread_plot(name: str, spreads: Sequence[Spread], tolerances: tuple[float, float] | None) -> str:

@@ -24,19 +24,6 @@ from pnpo_megatron.analysis.series import (
 from pnpo_megatron.analysis.token_dump import read_tokens
 from pnpo_megatron.durable import write_text_whole
 
-SUMMARY = (
-    "step", "epoch", "update", "loss", "grad_norm", "lr", "entropy", "lag",
-    "reward/mean", "reward/faults", "reward/timeouts", "response/length_mean", "response/truncated_fraction",
-    "gate/rejected_fraction", "gate/rejected_fraction_low", "gate/rejected_fraction_high",
-    "weight/mean", "weight/min", "weight/q01", "weight/q05", "weight/q50", "weight/q95", "weight/q99",
-    "weight/max", "weight/effective_fraction", "log_ratio/mean", "log_ratio/std",
-    "ladder/token", "ladder/prefix", "ladder/sequence", "ladder/cumulative", "ladder/minpro",
-    "epochs/taken", "epochs/updates_saved",
-    "mismatch/mean_abs", "mismatch/max_abs", "mismatch/kl", "tokens/per_second", "memory/peak_bytes",
-    "time/generate_s", "time/reward_s", "time/logprobs_s", "time/update_s", "time/sync_s",
-)  # fmt: skip
-"""Rows of the table of newest values, in this order; those that no run has are left out."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``report``."""
@@ -143,7 +130,7 @@ def run_figures(run: RunFolder, index: int) -> list[str]:
     if not run.updates:
         return []
     heat = plots.heat_map(f"heat{index}", rejected_by_epoch_and_position(run))
-    stack = plots.stack_plot(f"stack{index}", seconds_by_part(run))
+    stack = plots.stack_plot(f"stack{index}", run.steps, seconds_by_part(run))
     figures = [
         page.figure("Rejected tokens in per cent, by epoch and position; mean over all updates", heat),
         page.figure("Seconds of each step", stack),
@@ -168,21 +155,13 @@ def band(run: RunFolder) -> tuple[float, float] | None:
 
 def newest_values(runs: Sequence[RunFolder], names: Sequence[str]) -> str:
     """The newest logged value of every metric, one column a run, exactly as metrics.jsonl has it."""
-    keys = [
-        *SUMMARY,
-        *(f"eval/{name}/{part}" for name in benchmarks(runs) for part in ("avg_at_k", "stderr")),
+    logged = (row for run in runs for row in (*run.updates, *run.evals))
+    keys = dict.fromkeys(key for row in logged for key in row if "_bin_" not in key)
+    rows = [
+        [key, *(last(run.evals if key.startswith("eval/") else run.updates, key) for run in runs)]
+        for key in keys
     ]
-    rows: list[list[object]] = []
-    for key in [*keys, "eval/macro", "eval/macro_stderr"]:
-        values = [newest(run, key) for run in runs]
-        if any(value is not None for value in values):
-            rows.append([key, *values])
-    return page.table("newest", ["metric", *names], rows)
-
-
-def newest(run: RunFolder, key: str) -> float | None:
-    """From evaluations for ``eval/`` keys, from updates otherwise."""
-    return last(run.evals if key.startswith("eval/") else run.updates, key)
+    return page.table("newest", ["metric", *names], [row for row in rows if set(row[1:]) != {None}])
 
 
 def evaluations(runs: Sequence[RunFolder], names: Sequence[str]) -> str:
@@ -207,7 +186,8 @@ def differences(runs: Sequence[RunFolder], names: Sequence[str]) -> str:
         return page.paragraph("One run; nothing to compare.")
     flat = [dict(flatten(run.config)) for run in runs]
     keys = sorted({key for settings in flat for key in settings} - {"run.folder"})
-    rows = [[key, *(settings.get(key) for settings in flat)] for key in keys if _differs(key, flat)]
+    rows = [[key, *(settings.get(key) for settings in flat)] for key in keys]
+    rows = [row for row in rows if any(value != row[1] for value in row[2:])]
     return page.table("settings", ["setting", *names], rows) if rows else page.paragraph("None.")
 
 
@@ -223,7 +203,3 @@ def benchmarks(runs: Sequence[RunFolder]) -> list[str]:
     """Names of all benchmarks of all runs."""
     keys = {key for run in runs for row in run.evals for key in row if key.endswith("/avg_at_k")}
     return sorted(key.removeprefix("eval/").removesuffix("/avg_at_k") for key in keys)
-
-
-def _differs(key: str, flat: Sequence[dict[str, object]]) -> bool:
-    return any(settings.get(key) != flat[0].get(key) for settings in flat[1:])

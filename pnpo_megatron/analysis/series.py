@@ -9,10 +9,10 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from pnpo_megatron.algorithm.diagnostics import BINS
 from pnpo_megatron.analysis.run_folder import Row, RunFolder, number
 from pnpo_megatron.analysis.token_dump import TokenDump
 
-BINS = 10
 TIMERS = ("generate", "reward", "logprobs", "update", "sync")
 """Parts of a step; all but `update` stand on the step's first row."""
 LONGEST = 400
@@ -28,21 +28,6 @@ class Line:
     x: Sequence[float]
     y: Sequence[float]
     spread: Sequence[float] | None = None
-
-
-@dataclass(frozen=True)
-class Stack:
-    """Seconds of every step, by part."""
-
-    steps: Sequence[int]
-    parts: dict[str, list[float]]
-
-
-@dataclass(frozen=True)
-class Heat:
-    """Mean rejected fraction by epoch (rows, from 1) and tenth of the response (columns)."""
-
-    fraction: list[list[float | None]]
 
 
 @dataclass(frozen=True)
@@ -102,24 +87,20 @@ def by_lag(color: int, rows: Sequence[Row], key: str) -> Line:
     return thinned(Line(color, lags, [fmean(found[lag]) for lag in lags]))
 
 
-def rejected_by_epoch_and_position(run: RunFolder) -> Heat:
-    """Means over all updates of the run."""
+def rejected_by_epoch_and_position(run: RunFolder) -> list[list[float | None]]:
+    """Mean rejected fraction by epoch (rows, from 1) and tenth of the response, over all updates."""
     epochs = sorted({int(row["epoch"]) for row in run.updates})
-    table: list[list[float | None]] = []
-    for epoch in epochs:
-        rows = [row for row in run.updates if row["epoch"] == epoch]
-        table.append([_mean(rows, f"gate/rejected_fraction_bin_{index}") for index in range(BINS)])
-    return Heat(table)
+    by_epoch = [[row for row in run.updates if row["epoch"] == epoch] for epoch in epochs]
+    keys = [f"gate/rejected_fraction_bin_{index}" for index in range(BINS)]
+    return [[_mean(rows, key) for key in keys] for rows in by_epoch]
 
 
-def seconds_by_part(run: RunFolder) -> Stack:
+def seconds_by_part(run: RunFolder) -> dict[str, list[float]]:
     """Seconds of each timer in every step; a timer that is missing counts as 0."""
-    steps = run.steps
-    parts = {
-        name: [sum(number(row, f"time/{name}_s") or 0.0 for row in rows) for rows in steps.values()]
+    return {
+        name: [sum(number(row, f"time/{name}_s") or 0.0 for row in rows) for rows in run.steps.values()]
         for name in TIMERS
     }
-    return Stack(list(steps), parts)
 
 
 def weight_spread(dumps: Sequence[TokenDump], bins: int = 20) -> list[Spread]:

@@ -171,10 +171,10 @@ def test_the_command_writes_the_page_into_the_first_run_or_where_it_is_told(tmp_
 
 def test_the_heat_map_holds_means_by_epoch_and_position(runs):
     heat = rejected_by_epoch_and_position(read_run(runs[0]))
-    assert len(heat.fraction) == 4
+    assert len(heat) == 4
     key = "gate/rejected_fraction_bin_7"
     values = [row[key] for row in rows_of(runs[0]) if row.get("epoch") == 3]
-    assert heat.fraction[2][7] == pytest.approx(sum(values) / len(values))
+    assert heat[2][7] == pytest.approx(sum(values) / len(values))
 
 
 def test_curves_by_lag_average_over_steps():
