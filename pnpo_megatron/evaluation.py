@@ -22,7 +22,7 @@ from pnpo_megatron.eval.benchmarks import Benchmark, load_benchmark
 from pnpo_megatron.eval.evaluate import check_request, evaluate
 from pnpo_megatron.eval.overlap import in_dapo_math_17k, warning
 from pnpo_megatron.eval.progress import Progress, changed, folder_digest, problems_digest
-from pnpo_megatron.eval.results import EvalResult, read_result
+from pnpo_megatron.eval.results import EvalResult, print_table
 from pnpo_megatron.reward.pool import RewardPool
 from pnpo_megatron.rollout.sampler import EngineSampler
 from pnpo_megatron.rollout.server_sampler import ServerSampler
@@ -50,11 +50,12 @@ def run_evaluation(arguments: Namespace) -> None:
         )
     with _hf_folder(arguments.model, out) as folder:
         result = _evaluate(arguments, folder, out)
-    result.print_table()
+    print_table(result)
     print(f"scores: {out / RESULT}   samples: {(out / RESULT).with_suffix('.jsonl')}")
 
 
-def _evaluate(arguments: Namespace, folder: HfFolder, out: Path) -> EvalResult:
+def _evaluate(arguments: Namespace, folder: HfFolder, out: Path) -> dict[str, Any]:
+    """The scores, as their file has them."""
     tokenizer = load_tokenizer(folder.path)
     benchmarks = [
         load_benchmark(
@@ -92,19 +93,19 @@ def _evaluate(arguments: Namespace, folder: HfFolder, out: Path) -> EvalResult:
     result = _sample(arguments, folder, out, benchmarks, sampling, progress)
     result.write(out, 0, model=str(arguments.model), request=request, in_dapo_math_17k=overlap)
     progress.finish()
-    return result
+    return result.to_json()
 
 
-def _complete(path: Path, request: dict[str, Any]) -> EvalResult | None:
+def _complete(path: Path, request: dict[str, Any]) -> dict[str, Any] | None:
     """The result that is there, if it answers this request."""
     if not path.is_file():
         return None
-    found = json.loads(path.read_text(encoding="utf-8")).get("request", {})
-    if found != request:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if (old := found.get("request", {})) != request:
         raise ConfigError(
-            f"{path} holds scores of {changed(found, request)}; choose another --out, or pass --overwrite"
+            f"{path} holds scores of {changed(old, request)}; choose another --out, or pass --overwrite"
         )
-    return read_result(path)
+    return found
 
 
 def _sample(

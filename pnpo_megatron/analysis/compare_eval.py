@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from rich.table import Table
 
 from pnpo_megatron.errors import DataError
 from pnpo_megatron.eval.avg_at_k import Difference, macro_difference, paired_difference, problem_means
+from pnpo_megatron.eval.results import percent
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,12 +73,8 @@ def _table(before: dict[str, Any], after: dict[str, Any], differences: dict[str,
     for heading in ("benchmark", "problems", "before", "after", "difference", "± stderr", "95 % interval"):
         table.add_column(heading, justify="left" if heading == "benchmark" else "right")
     for name, one in differences.items():
-        sides = [_percent(side[name]["avg_at_k"]) if name in side else "" for side in (before, after)]
+        sides = [percent(side[name]["avg_at_k"]) if name in side else "" for side in (before, after)]
         count = str(before[name]["problems"]) if name in before else ""
-        interval = f"{_percent(one.low95, '+')} to {_percent(one.high95, '+')}"
-        table.add_row(name, count, *sides, _percent(one.mean, "+"), _percent(one.stderr), interval)
+        interval = f"{percent(one.low95, '+')} to {percent(one.high95, '+')}"
+        table.add_row(name, count, *sides, percent(one.mean, "+"), percent(one.stderr), interval)
     return table
-
-
-def _percent(value: float, sign: str = "") -> str:
-    return "-" if math.isnan(value) else f"{100 * value:{sign}.1f}"

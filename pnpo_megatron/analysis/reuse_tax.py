@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
-from statistics import fmean
+from collections.abc import Sequence
+from typing import Any
 
+from pnpo_megatron.analysis.compare_eval import compare, read_result
 from pnpo_megatron.analysis.reuse import ReuseTax
 from pnpo_megatron.analysis.run_folder import RunFolder
-from pnpo_megatron.eval.avg_at_k import paired_difference
-
-ProblemMeans = dict[str, dict[str, float]]
-"""Per benchmark, the mean of every problem's samples."""
 
 
 def reuse_taxes(runs: Sequence[RunFolder]) -> tuple[dict[int, ReuseTax], list[str]]:
@@ -28,24 +24,12 @@ def reuse_taxes(runs: Sequence[RunFolder]) -> tuple[dict[int, ReuseTax], list[st
     base = by_epochs.pop(1)
     taxes, remarks = {}, []
     for epochs, run in sorted(by_epochs.items()):
-        problem = _not_comparable(base, run)
-        if problem:
-            remarks.append(f"no reuse tax of K = {epochs}: {problem}")
+        tax = _tax(base, run)
+        if isinstance(tax, str):
+            remarks.append(f"no reuse tax of K = {epochs}: {tax}")
         else:
-            taxes[epochs] = paired_tax(_final_scores(base), _final_scores(run))
+            taxes[epochs] = tax
     return taxes, remarks
-
-
-def paired_tax(one: Mapping[str, Mapping[str, float]], many: Mapping[str, Mapping[str, float]]) -> ReuseTax:
-    """Mean over benchmarks of the paired differences, in points, and its standard error."""
-    lost = [
-        paired_difference(list(many[name].values()), [one[name][problem] for problem in many[name]])
-        for name in one
-    ]
-    return ReuseTax(
-        points=100 * fmean(difference.mean for difference in lost),
-        stderr=100 * math.hypot(*(difference.stderr for difference in lost)) / len(lost),
-    )
 
 
 def updates_taken(run: RunFolder) -> int:
@@ -53,31 +37,27 @@ def updates_taken(run: RunFolder) -> int:
     return sum(not row.get("update/skipped") for row in run.updates)
 
 
-def _not_comparable(base: RunFolder, run: RunFolder) -> str:
-    """Why two runs give no tax; empty if they do."""
+def _tax(base: RunFolder, run: RunFolder) -> ReuseTax | str:
+    """In points, with its standard error; or why two runs give none."""
     if updates_taken(base) != updates_taken(run):
         counts = f"{base.name} took {updates_taken(base)} updates and {run.name} {updates_taken(run)}"
         return f"{counts}; the budgets must match"
+    found = []
     for each in (base, run):
         if not each.evals or each.evals[-1]["update"] < each.updates[-1]["update"]:
             return f"{each.name} was not evaluated after its last update"
-        if not _final_scores(each):
-            return f"{each.name} has no eval/step_{each.evals[-1]['step']:06d}.json"
-    one, many = _final_scores(base), _final_scores(run)
-    if {name: set(one[name]) for name in one} != {name: set(many[name]) for name in many}:
+        path = each.path / "eval" / f"step_{each.evals[-1]['step']:06d}.json"
+        if not path.is_file():
+            return f"{each.name} has no eval/{path.name}"
+        found.append(read_result(path))
+    one, many = found
+    if _problems(one) != _problems(many):
         return f"{base.name} and {run.name} were evaluated on different problems"
-    if min(len(problems) for problems in one.values()) < 2:
+    lost = compare(many, one)["macro"]
+    if math.isnan(lost.stderr):
         return "a benchmark of one problem has no standard error"
-    return ""
+    return ReuseTax(100 * lost.mean, 100 * lost.stderr)
 
 
-def _final_scores(run: RunFolder) -> ProblemMeans:
-    """From the file of the last evaluation; empty if it is not there."""
-    path = run.path / "eval" / f"step_{run.evals[-1]['step']:06d}.json"
-    if not path.is_file():
-        return {}
-    benchmarks = json.loads(path.read_text(encoding="utf-8"))["benchmarks"]
-    return {
-        name: {problem: fmean(samples) for problem, samples in one["correct"].items()}
-        for name, one in benchmarks.items()
-    }
+def _problems(result: dict[str, Any]) -> dict[str, set[str]]:
+    return {name: set(one["correct"]) for name, one in result.items()}

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
 
 from pnpo_megatron.durable import write_text_whole
 from pnpo_megatron.eval.avg_at_k import Score, avg_at_k, macro_mean, pass_at_k
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 @dataclass(frozen=True)
@@ -157,57 +158,24 @@ class EvalResult:
             write_text_whole(target, text)
         return path
 
-    def print_table(self, console: Console | None = None) -> None:
-        """A table for people: scores in percent with the standard error over problems."""
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console
-        from rich.table import Table
 
-        table = Table(box=SIMPLE_HEAD, pad_edge=False)
-        for heading in (
-            "benchmark",
-            "n",
-            "k",
-            "Avg@k",
-            "± stderr",
-            "pass@k",
-            "maj@k",
-            "cut",
-            "tokens",
-        ):
-            table.add_column(heading, justify="left" if heading == "benchmark" else "right")
-        for benchmark in self.benchmarks:
-            row = benchmark.summary()
-            shares = ("avg_at_k", "stderr", "pass_at_k", "majority_at_k", "truncated_fraction")
-            cells = [_percent(row[key]) for key in shares]
-            sizes = (benchmark.name, str(len(benchmark.samples)), str(benchmark.k))
-            table.add_row(*sizes, *cells, f"{row['length_mean']:.1f}")
-        table.add_section()
-        table.add_row("macro", "", "", _percent(self.macro.mean), _percent(self.macro.stderr))
-        (console or Console(soft_wrap=True)).print(table)
+def print_table(found: Mapping[str, Any], console: Console | None = None) -> None:
+    """A table for people of what `EvalResult.to_json` gives: per cent, with standard errors over problems."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for heading in ("benchmark", "n", "k", "Avg@k", "± stderr", "pass@k", "maj@k", "cut", "tokens"):
+        table.add_column(heading, justify="left" if heading == "benchmark" else "right")
+    shares = ("avg_at_k", "stderr", "pass_at_k", "majority_at_k", "truncated_fraction")
+    for name, row in found["benchmarks"].items():
+        cells = (percent(row[key]) for key in shares)
+        table.add_row(name, str(row["problems"]), str(row["k"]), *cells, f"{row['length_mean']:.1f}")
+    table.add_section()
+    table.add_row("macro", "", "", percent(found["macro"]["mean"]), percent(found["macro"]["stderr"]))
+    (console or Console(soft_wrap=True)).print(table)
 
 
-def read_result(path: Path) -> EvalResult:
-    """What `EvalResult.write` put into ``step_NNNNNN.json`` and its ``.jsonl``."""
-    about = json.loads(path.read_text(encoding="utf-8"))
-    lines = path.with_suffix(".jsonl").read_text(encoding="utf-8").split("\n")  # a text may hold U+2028
-    rows = [json.loads(line) for line in lines if line]
-    samples: dict[str, dict[str, list[SampleResult]]] = {}
-    for row in rows:
-        del row["length"]
-        problems = samples.setdefault(row.pop("benchmark"), {})
-        problems.setdefault(row["problem"], []).append(SampleResult(**row | {"ids": tuple(row["ids"])}))
-    return EvalResult(
-        tuple(
-            BenchmarkResult(name, one["k"], tuple(map(tuple, samples[name].values())), int(one["faults"]))
-            for name, one in about["benchmarks"].items()
-        ),
-        about["seconds"],
-    )
-
-
-def _percent(value: float) -> str:
-    return "-" if math.isnan(value) else f"{100 * value:.1f}"
+def percent(value: float | None, sign: str = "") -> str:
+    """In per cent, with one digit; a dash where there is no number."""
+    return "-" if value is None or math.isnan(value) else f"{100 * value:{sign}.1f}"
 
 
 def _jsonable(values: dict[str, float]) -> dict[str, float | None]:

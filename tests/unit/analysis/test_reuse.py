@@ -228,7 +228,10 @@ def evaluated(run, correct, update=None):
     with (run.path / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
     (run.path / "eval").mkdir()
-    benchmarks = {name: {"correct": problems} for name, problems in correct.items()}
+    benchmarks = {
+        name: {"k": len(next(iter(problems.values()))), "correct": problems}
+        for name, problems in correct.items()
+    }
     (run.path / "eval" / f"step_{last['step']:06d}.json").write_text(json.dumps({"benchmarks": benchmarks}))
     return read_run(run.path)
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from pnpo_megatron.errors import ConfigError, RewardFaultError, RolloutError
 from pnpo_megatron.eval.benchmarks import Benchmark
 from pnpo_megatron.eval.evaluate import Grade, evaluate
-from pnpo_megatron.eval.results import EvalResult
+from pnpo_megatron.eval.results import EvalResult, print_table
 from pnpo_megatron.reward.math_answer import math_reward
 from pnpo_megatron.seeds import derive_seed
 from pnpo_megatron.types import Prompt, RewardInput, RewardResult, Rollout, RolloutGroup, Sampling
@@ -224,7 +224,7 @@ def _fail(*paths: object) -> None:
 
 def test_the_table_shows_percent_with_standard_errors() -> None:
     console = Console(file=StringIO(), width=120)
-    run(always("Answer: 5"), benchmark("toy", "5", "6")).print_table(console)
+    print_table(run(always("Answer: 5"), benchmark("toy", "5", "6")).to_json(), console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     toy = next(line for line in text.splitlines() if "toy" in line)
     assert toy.split() == ["toy", "2", "4", "50.0", "50.0", "50.0", "50.0", "0.0", "9.0"]

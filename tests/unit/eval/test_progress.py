@@ -18,8 +18,7 @@ from pnpo_megatron.errors import ConfigError, DataError
 from pnpo_megatron.eval.evaluate import evaluate
 from pnpo_megatron.eval.overlap import DAPO_MATH_17K, in_dapo_math_17k, in_prompts, warning
 from pnpo_megatron.eval.progress import Progress, folder_digest, problems_digest
-from pnpo_megatron.eval.results import EvalResult
-from pnpo_megatron.eval.results import read_result as read_whole
+from pnpo_megatron.eval.results import EvalResult, SampleResult
 from pnpo_megatron.types import Prompt, RolloutGroup
 
 REQUEST = {"weights": "abc", "seed": 1}
@@ -92,7 +91,12 @@ def test_a_finished_result_reads_back_as_it_was(tmp_path: Path) -> None:
     )
     path = result.write(tmp_path, 0, request=REQUEST)
     progress.finish()
-    assert read_whole(path) == result
+    assert json.loads(path.read_text()) == {"step": 0, "request": REQUEST, **result.to_json()}
+    lines = path.with_suffix(".jsonl").read_text().split("\n")[:-1]  # a text may hold U+2028
+    samples = [(one.name, sample) for one in result.benchmarks for rows in one.samples for sample in rows]
+    for line, (name, sample) in zip(map(json.loads, lines), samples, strict=True):
+        assert (line.pop("benchmark"), line.pop("length")) == (name, len(sample.ids))
+        assert SampleResult(**line | {"ids": tuple(line["ids"])}) == sample
     assert sorted(file.name for file in tmp_path.iterdir()) == ["step_000000.json", "step_000000.jsonl"]
 
 
