@@ -7,6 +7,7 @@ and only ratios are judged.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import math
 import multiprocessing
@@ -92,6 +93,7 @@ def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 def peak_bytes(run: Callable[[], object]) -> int:
     """By how much resident memory rose above its level before `run`, at the highest (Linux)."""
+    ctypes.CDLL(None).malloc_trim(0)  # else freed memory that is used again would cost nothing
     Path("/proc/self/clear_refs").write_text("5")  # forgets the earlier peak
     before = _status_bytes("VmRSS")
     run()

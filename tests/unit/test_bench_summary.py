@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCH = Path(__file__).parents[2] / "bench"
 AUTHOR = ("-c", "user.name=a", "-c", "user.email=a@example.org")
@@ -58,6 +59,20 @@ def test_a_figure_over_a_tenth_worse_than_the_committed_one_says_so(results, cap
         2,
     ]  # bad ones again
     assert "not measured this time: any: gone" in text and "peers FAILED" in text
+
+
+def peaks_of_one_tensor():
+    size, found = 20 * 2**20, []
+    for _ in range(5):
+        kept = [torch.ones(size, dtype=torch.uint8) for _ in range(6)]
+        del kept[1:4]  # the C library would keep this for later
+        found.append(measure.peak_bytes(lambda: torch.ones(size, dtype=torch.uint8)) / size)
+    return found
+
+
+def test_a_peak_contains_what_fits_into_memory_that_was_freed_before():
+    peaks = measure.in_fresh_process(peaks_of_one_tensor)
+    assert all(0.98 < peak < 1.02 for peak in peaks), f"{peaks}: the kernel counts in batches"
 
 
 def test_a_script_that_fails_or_hangs_is_named_and_leaves_nothing_behind(monkeypatch, tmp_path, capfd):
