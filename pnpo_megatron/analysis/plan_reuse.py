@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from rich.box import SIMPLE_HEAD
@@ -14,7 +14,6 @@ from rich.table import Table
 
 from pnpo_megatron.analysis.reuse import (
     Recommendation,
-    Regime,
     ReuseTax,
     StepCost,
     balanced_epochs,
@@ -140,17 +139,16 @@ def plan_budget(run: RunFolder | None, arguments: argparse.Namespace) -> Budget:
     """The run's budget where there is a run, the paper's otherwise; flags override both."""
     budget = Budget()
     if run is not None and run.updates:
+        each, steps, epochs = updates_per_epoch(run), run.setting("steps"), run.setting("objective.epochs")
+        planned = int(steps) * int(epochs) * each if steps and epochs else len(run.updates)
         sampled = (run.setting("rollout.prompts") or 0) * (run.setting("rollout.group_size") or 0)
-        budget = Budget(_planned_updates(run), updates_per_epoch(run), int(sampled) or budget.responses)
-    given = {
-        "--updates": (arguments.updates, budget.updates),
-        "--updates-per-epoch": (arguments.updates_per_epoch, budget.updates_per_epoch),
-        "--responses": (arguments.responses, budget.responses),
-    }
-    for flag, (value, default) in given.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{flag} {value}: expected at least 1, e.g. {flag} {default}")
-    return Budget(*(default if value is None else value for value, default in given.values()))
+        budget = Budget(planned, each, int(sampled) or budget.responses)
+    given = {key: value for key in vars(budget) if (value := getattr(arguments, key)) is not None}
+    for key, value in given.items():
+        if value < 1:
+            flag = f"--{key.replace('_', '-')}"
+            raise ConfigError(f"{flag} {value}: expected at least 1, e.g. {flag} {getattr(budget, key)}")
+    return replace(budget, **given)
 
 
 def print_plan(
@@ -183,32 +181,20 @@ def _regime_table(
         table.add_column(heading, justify="right", no_wrap=True)
     largest = max(16, 4 * balanced_epochs(cost))
     for epochs in (2**power for power in range(largest.bit_length())):
-        row = regime(
-            cost,
-            epochs,
-            updates=budget.updates,
-            updates_per_epoch=budget.updates_per_epoch,
-            responses=budget.responses,
+        row, lost = regime(cost, epochs, **vars(budget)), tax.get(epochs)
+        cells = (
+            str(epochs),
+            f"{row.steps:,.1f}".removesuffix(".0"),
+            f"{row.step_s:.0f}",
+            f"{row.hours:.2f}",
+            f"{row.responses:,.0f}",
+            f"{100 * row.generation_share:.1f} %",
+            f"{row.speedup:.2f}x",
+            f"{row.fleet_ratio:.2f}:1",
+            f"{lost.points:+.2f} +- {lost.stderr:.2f}" if lost else "-",
         )
-        table.add_row(
-            *_cells(row, tax.get(epochs))[: len(table.columns)],
-            style="bold" if epochs == choice.epochs else None,
-        )
+        table.add_row(*cells[: len(table.columns)], style="bold" if epochs == choice.epochs else None)
     return table
-
-
-def _cells(row: Regime, tax: ReuseTax | None) -> list[str]:
-    return [
-        str(row.epochs),
-        f"{row.steps:,.1f}".removesuffix(".0"),
-        f"{row.step_s:.0f}",
-        f"{row.hours:.2f}",
-        f"{row.responses:,.0f}",
-        f"{100 * row.generation_share:.1f} %",
-        f"{row.speedup:.2f}x",
-        f"{row.fleet_ratio:.2f}:1",
-        "-" if tax is None else f"{tax.points:+.2f} +- {tax.stderr:.2f}",
-    ]
 
 
 def _timer(run: RunFolder, row: Row, key: str) -> float:
@@ -219,8 +205,3 @@ def _timer(run: RunFolder, row: Row, key: str) -> float:
             f"needs; use a run made by this version, or give {EXAMPLE}"
         )
     return value
-
-
-def _planned_updates(run: RunFolder) -> int:
-    steps, epochs = run.setting("steps"), run.setting("objective.epochs")
-    return int(steps) * int(epochs) * updates_per_epoch(run) if steps and epochs else len(run.updates)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import linear_regression
+from typing import NamedTuple
 
 from pnpo_megatron.errors import ConfigError
 
@@ -55,17 +57,8 @@ class StepCost:
         """What the speed-up approaches as K grows: the optimizer's own time is never saved."""
         return self.step_s(1) / self.update_s
 
-    def generation_share(self, epochs: int) -> float:
-        """G over the seconds of a step; above a half, reuse is a strong lever."""
-        return self.generation_s / self.step_s(epochs)
 
-    def fleet_ratio(self, epochs: int) -> float:
-        """Seconds of generation a second of optimizer work: the rollout capacity that one trainer needs."""
-        return self.generation_s / (epochs * self.update_s)
-
-
-@dataclass(frozen=True)
-class Regime:
+class Regime(NamedTuple):
     """One choice of K at a fixed number of optimizer updates."""
 
     epochs: int
@@ -74,8 +67,10 @@ class Regime:
     hours: float
     responses: float
     generation_share: float
+    """G over the seconds of a step; above a half, reuse is a strong lever."""
     speedup: float
     fleet_ratio: float
+    """Seconds of generation a second of optimizer work: the rollout capacity that one trainer needs."""
 
 
 @dataclass(frozen=True)
@@ -109,13 +104,10 @@ def split_step_cost(step_seconds: Mapping[int, float], *, overlapped: bool = Fal
             f"{len(step_seconds)} step time given, expected two or more with different K; e.g. "
             "--step-seconds 1=283 4=510"
         )
-    count = len(step_seconds)
-    mean_k = math.fsum(step_seconds) / count
-    mean_s = math.fsum(step_seconds.values()) / count
-    spread = math.fsum((k - mean_k) ** 2 for k in step_seconds)
-    update_s = math.fsum((k - mean_k) * (s - mean_s) for k, s in step_seconds.items()) / spread
-    generation_s = mean_s - update_s * mean_k
-    if abs(generation_s) < 1e-9 * mean_s:  # rounding of the subtraction, not a negative time
+    update_s, generation_s = linear_regression(list(step_seconds), list(step_seconds.values()))
+    if abs(generation_s) < 1e-9 * max(
+        step_seconds.values()
+    ):  # rounding of the subtraction, not a negative time
         generation_s = 0.0
     residuals = {k: s - (generation_s + k * update_s) for k, s in sorted(step_seconds.items())}
     return StepCost(generation_s, update_s, overlapped=overlapped, residuals=residuals)
@@ -123,16 +115,16 @@ def split_step_cost(step_seconds: Mapping[int, float], *, overlapped: bool = Fal
 
 def regime(cost: StepCost, epochs: int, *, updates: int, updates_per_epoch: int, responses: int) -> Regime:
     """Hours and responses of a run of `updates` optimizer updates, with `responses` sampled a batch."""
-    steps = updates / (epochs * updates_per_epoch)
+    steps, step_s = updates / (epochs * updates_per_epoch), cost.step_s(epochs)
     return Regime(
-        epochs=epochs,
-        steps=steps,
-        step_s=cost.step_s(epochs),
-        hours=steps * cost.step_s(epochs) / 3600.0,
+        epochs,
+        steps,
+        step_s,
+        hours=steps * step_s / 3600.0,
         responses=steps * responses,
-        generation_share=cost.generation_share(epochs),
+        generation_share=cost.generation_s / step_s,
         speedup=cost.speedup(epochs),
-        fleet_ratio=cost.fleet_ratio(epochs),
+        fleet_ratio=cost.generation_s / (epochs * cost.update_s),
     )
 
 
