@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import gc
 import importlib
 import os
 import sys
@@ -57,9 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}; make room, then start the same command again", file=sys.stderr)
         return FAILED
+    finally:
+        gc.enable()
 
 
 def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    gc.disable()  # importing makes objects and hardly any garbage; `run_training` turns it on
     from pnpo_megatron.config import load_config
     from pnpo_megatron.policy.process_groups import leave_distributed
     from pnpo_megatron.run import run_training, write_exit_code

@@ -5,6 +5,10 @@ The only file that imports vllm, and only inside functions.
 
 from __future__ import annotations
 
+import gc
+import importlib
+import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -33,6 +37,8 @@ from pnpo_megatron.rollout.weight_transfer import WeightReceiver, verified
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
+
+_COMPILER = "torch._inductor.lowering"
 
 
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
@@ -89,17 +95,27 @@ def sampling_fields(values: SamplingValues, seed: int) -> dict[str, Any]:
 
 def sampling_params(values: SamplingValues, seed: int) -> SamplingParams:
     """The engine's own object for one response."""
-    from vllm.sampling_params import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    return SamplingParams(**sampling_fields(values, seed))
+    fields = sampling_fields(values, seed)
+    # What is unfinished nobody reads.
+    return SamplingParams(**fields, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 def build_engine(settings: EngineSettings) -> LLMEngine:
     """An engine in this process, with the weights of the model folder."""
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        # vLLM imports torch's compiler to patch it, for seconds, and goes on where that cannot be imported.
+        sys.modules[_COMPILER] = None  # type: ignore[assignment]
+        importlib.import_module("vllm")
+        del sys.modules[_COMPILER]
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    return LLMEngine.from_engine_args(EngineArgs(**engine_arguments(settings)))
+    gc.freeze()  # vLLM collects garbage five times while it builds
+    engine = LLMEngine.from_engine_args(EngineArgs(**engine_arguments(settings)))
+    gc.enable()
+    return engine
 
 
 def replace_weights(engine: LLMEngine, tensors: Iterable[tuple[str, Tensor]]) -> int:

@@ -6,6 +6,7 @@ Ties the process to its trainer first and imports what is heavy after that: the 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -41,6 +42,7 @@ def main(argv: list[str]) -> int:
     die_with_parent(lifeline, parent)
     for number in NOT_FOR_US:
         signal.signal(number, signal.SIG_IGN)
+    gc.disable()  # importing makes objects and hardly any garbage; `build_engine` turns it on
     from pnpo_megatron.rollout.vllm_worker import run
 
     return run(control, weights)

@@ -39,10 +39,12 @@ def worker_environment(device: str, threads: int) -> dict[str, str]:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH", "")]))
     environment |= {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     if device == "cpu":
-        # One torch.compile function of the sampler costs seconds, and kv_cache_memory_bytes sets the cache.
+        # Compiling one function of the sampler costs seconds, and so does importing the compiler, which the
+        # second of these keeps out. kv_cache_memory_bytes sets the cache.
         environment |= {
             "OMP_NUM_THREADS": str(threads),
             "TORCH_COMPILE_DISABLE": "1",
+            "TORCHDYNAMO_DISABLE": "1",
             "CUDA_VISIBLE_DEVICES": "",
         }
         environment.pop("VLLM_CPU_KVCACHE_SPACE", None)

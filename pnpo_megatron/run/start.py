@@ -49,6 +49,7 @@ def run_training(
         ) as watch,
     ):
         gc.freeze()  # what is imported and built stays: Megatron collects garbage at every save
+        gc.enable()
         run = Run(config, live, watch, start, dump_tokens, profile)
         try:
             return run.train()
