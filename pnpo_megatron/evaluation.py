@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from pnpo_megatron.config.rollouts import SERVER_ADDRESS
+from pnpo_megatron.convert.families import hf_shapes
 from pnpo_megatron.convert.hf_folder import HfFolder
 from pnpo_megatron.data.templates import load_tokenizer
 from pnpo_megatron.errors import ConfigError
@@ -28,7 +29,6 @@ from pnpo_megatron.rollout.sampler import EngineSampler
 from pnpo_megatron.rollout.server_sampler import ServerSampler
 from pnpo_megatron.rollout.stop_tokens import read_stop_token_ids
 from pnpo_megatron.rollout.vllm_sampler import VllmSampler
-from pnpo_megatron.rollout.weight_transfer import expected_tensors
 from pnpo_megatron.serve import default_cache_bytes
 from pnpo_megatron.types import Sampling
 
@@ -143,7 +143,7 @@ def _sample(
         )
     with sampler, RewardPool(arguments.reward) as rewards:
         if servers:  # whatever they hold; the architecture must be theirs
-            names = expected_tensors(folder.path)
+            names = hf_shapes(folder.architecture)
             sampler.load_weights(((name, folder.tensor(name)) for name in names), version=0)
         return evaluate(
             sampler,

@@ -7,7 +7,6 @@ It talks in messages to whatever generates: an engine in a child process (`vllm_
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -21,6 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pnpo_megatron.convert.families import hf_shapes
+from pnpo_megatron.convert.hf_folder import HfFolder
 from pnpo_megatron.errors import ConfigError, NoResponsesError, RolloutError
 from pnpo_megatron.rollout.messages import (
     Abort,
@@ -48,7 +49,7 @@ from pnpo_megatron.rollout.requests import (
     unpack_group,
 )
 from pnpo_megatron.rollout.weight_stream import buckets
-from pnpo_megatron.rollout.weight_transfer import WeightSender, expected_tensors
+from pnpo_megatron.rollout.weight_transfer import WeightSender
 from pnpo_megatron.rollout.worker_process import WorkerDied
 from pnpo_megatron.types import Prompt, RolloutGroup, Sampling
 
@@ -124,10 +125,9 @@ class EngineSampler(ABC):
         Raises:
             ConfigError: the folder cannot be sampled from with these settings.
         """
-        config = _read_config(folder)
-        self._vocab_size, self._max_model_len = int(config["vocab_size"]), max_model_len
-        positions = int(config.get("max_position_embeddings", max_model_len))
-        if max_model_len > positions:
+        architecture = HfFolder(folder).architecture
+        self._vocab_size, self._max_model_len = architecture.vocab, max_model_len
+        if max_model_len > (positions := architecture.max_positions):
             raise ConfigError(
                 f"max_model_len = {max_model_len}: {folder} has {positions} positions; use at most that"
             )
@@ -147,7 +147,7 @@ class EngineSampler(ABC):
         self._synced = False
         self.weights_digest = ""
         """Names the weights of the last sync by their checksums."""
-        self._sender = WeightSender(expected_tensors(folder))
+        self._sender = WeightSender(hf_shapes(architecture))
         self._closing = False
         self._start()
 
@@ -375,11 +375,3 @@ class EngineSampler(ABC):
             if isinstance(reply, WorkerError):
                 raise RolloutError(f"while waiting for {waiting_for}, {reply.error}: {reply.message}")
             return reply
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    file = folder / "config.json"
-    if not file.is_file():
-        raise ConfigError(f"{folder} is no HF model folder: it has no config.json")
-    config: dict[str, Any] = json.loads(file.read_text())
-    return config

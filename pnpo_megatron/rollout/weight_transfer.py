@@ -7,72 +7,20 @@ checksums) goes over the pipe; the bytes do not.
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import os
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from pnpo_megatron.errors import ConfigError, RolloutError
+from pnpo_megatron.errors import RolloutError
 from pnpo_megatron.rollout.messages import TensorEntry
 
 ALIGNMENT = 64
 BLOCK_WORDS = 64
-
-
-def expected_tensors(model_folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor a sync must send, from the headers of the folder's safetensors files.
-
-    A tied ``lm_head.weight`` is the embedding under another name and is not sent.
-    """
-    files = sorted(model_folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(
-            f"{model_folder} holds no *.safetensors file; save the model with save_pretrained()"
-        )
-    tied = json.loads((model_folder / "config.json").read_text()).get("tie_word_embeddings", False)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        shapes.update(_header_shapes(file))
-    if tied:
-        shapes.pop("lm_head.weight", None)
-    return {name: shape for name, shape in shapes.items() if not name.endswith("rotary_emb.inv_freq")}
-
-
-def _header_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    with file.open("rb") as stream:
-        (size,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(size))
-    return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-
-
-def check_names(sent: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise RolloutError unless both hold the same names with the same shapes."""
-    missing, extra = sorted(expected.keys() - sent.keys()), sorted(sent.keys() - expected.keys())
-    if missing or extra:
-        raise RolloutError(
-            f"weight sync: {len(sent)} tensors sent, {len(expected)} expected; missing {_some(missing)}, "
-            f"unexpected {_some(extra)}. The exporter and the model folder disagree about the architecture"
-        )
-    wrong = [name for name in sent if tuple(sent[name]) != tuple(expected[name])]
-    if wrong:
-        first = wrong[0]
-        raise RolloutError(
-            f"weight sync: {first} is {list(sent[first])}, the model folder has {list(expected[first])} "
-            f"({len(wrong)} tensors differ); trim padding before sending"
-        )
-
-
-def _some(names: Sequence[str]) -> str:
-    return (
-        ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "none"
-    )
 
 
 def checksum(data: Tensor) -> int:
@@ -108,15 +56,23 @@ def only_expected(
     Raises:
         RolloutError: a tensor is missing, unexpected, sent twice, or of another shape.
     """
-    sent: dict[str, tuple[int, ...]] = {}
+    sent: set[str] = set()
     for name, tensor in tensors:
         if name in sent or name not in expected:
             problem = "was sent twice" if name in sent else "is not a tensor of this model"
             raise RolloutError(f"weight sync: {name} {problem}; expected {len(expected)} HF names")
-        sent[name] = tuple(tensor.shape)
-        if sent[name] == expected[name]:
-            yield name, tensor
-    check_names(sent, expected)
+        if tuple(tensor.shape) != expected[name]:
+            raise RolloutError(
+                f"weight sync: {name} is {list(tensor.shape)}, the model folder has {list(expected[name])}; "
+                "trim padding before sending"
+            )
+        sent.add(name)
+        yield name, tensor
+    if missing := sorted(expected.keys() - sent):
+        raise RolloutError(
+            f"weight sync: {len(sent)} tensors sent, {len(expected)} expected; missing "
+            f"{', '.join(missing[:3])}. The exporter and the model folder disagree about the architecture"
+        )
 
 
 def describe(name: str, tensor: Tensor, offset: int) -> TensorEntry:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tiny_models import save_qwen2
 
-from pnpo_megatron.errors import ConfigError, RolloutError
+from pnpo_megatron.errors import ConfigError, ConversionError, RolloutError
 from pnpo_megatron.rollout import vllm_sampler
 from pnpo_megatron.rollout.messages import Ready
 from pnpo_megatron.rollout.vllm_sampler import VllmSampler
@@ -179,7 +179,7 @@ def test_a_context_longer_than_the_models_positions_is_refused_before_anything_s
     save_qwen2(tmp_path / "model", 1)
     with pytest.raises(ConfigError, match="max_model_len = 1024: .* has 512 positions"):
         make_sampler(tmp_path / "model", max_model_len=1024)
-    with pytest.raises(ConfigError, match=r"no config\.json"):
+    with pytest.raises(ConversionError, match="nowhere is not a folder"):
         make_sampler(tmp_path / "nowhere")
 
 
