@@ -15,7 +15,7 @@ from hf_models import make_hf_model, save_hf_model
 from safetensors.torch import load_file, save_file
 
 from pnpo_megatron.convert.hf_folder import HfFolder
-from pnpo_megatron.convert.hf_headers import INDEX, read_header
+from pnpo_megatron.convert.hf_headers import INDEX, Stored, read_header
 from pnpo_megatron.errors import ConversionError
 
 
@@ -180,13 +180,12 @@ def test_h27_no_damaged_folder_is_accepted_in_silence_and_none_ends_in_a_traceba
         shutil.rmtree(folder)
 
 
-def test_headers_agree_with_the_safetensors_library_about_every_byte(sound):
+def test_headers_are_those_of_the_safetensors_library(sound):
     for path in shards(sound):
-        for name, tensor in load_file(path).items():
-            stored = read_header(path)[name]
-            assert stored.shape == tuple(tensor.shape)
-            raw = path.read_bytes()[stored.begin : stored.begin + stored.nbytes]
-            assert raw == tensor.numpy().tobytes()
+        tensors = load_file(path)
+        assert read_header(path).keys() == tensors.keys()
+        for name, stored in read_header(path).items():
+            assert stored == Stored(path.name, "F32", tuple(tensors[name].shape), tensors[name].nbytes)
 
 
 def test_a_stale_file_beside_an_index_is_refused(sound, tmp_path):
