@@ -11,6 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
+from pnpo_megatron.durable import sync_path
+
 MANIFEST_FILE = "manifest.json"
 Digest = tuple[int, str]
 """Bytes and SHA-256."""
@@ -65,10 +67,8 @@ class Follower:
 
 def write_manifest(folder: Path, digests: Mapping[str, Digest]) -> None:
     """List files by their path in `folder`, and see that the list is on the disk."""
-    with (folder / MANIFEST_FILE).open("w", encoding="utf-8") as file:
-        file.write(_render(digests))
-        file.flush()
-        os.fsync(file.fileno())
+    (folder / MANIFEST_FILE).write_text(_render(digests), encoding="utf-8")
+    sync_path(folder / MANIFEST_FILE)
 
 
 def damage(folder: Path, part: int = 0, parts: int = 1) -> list[str]:

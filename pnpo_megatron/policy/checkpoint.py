@@ -73,7 +73,7 @@ def load_checkpoint(
         raise ConversionError(
             f"{folder} holds optimizer state for {_described(content['layout'])} only; this run has "
             f"{_described(layout)}. Go on from a portable checkpoint (checkpoint.portable_every), or set "
-            f"the sizes back"
+            "the sizes back"
         )
     state = sharded_state(chunks, optimizer, portable=bool(content["portable"]), is_loading=True)
     strict = StrictHandling.RAISE_ALL if optimizer is not None else StrictHandling.RAISE_UNEXPECTED
@@ -88,7 +88,8 @@ def load_checkpoint(
         # Megatron copies into leaf views of the fp32 parameters, which autograd forbids outside no_grad.
         with torch.no_grad():
             optimizer.load_state_dict(_regrouped(loaded["optimizer"], optimizer))
-    _wait_for_all(groups)
+    if groups.control is not None:
+        dist.barrier(group=groups.control)  # gloo, with its time limit: NCCL would spin on GPUs others use
 
 
 def _regrouped(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any, Any]:
@@ -101,17 +102,14 @@ def _regrouped(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any
     states = [loaded] if len(parts) == 1 else [loaded[index] for index in range(len(parts))]
     if "param_state" not in states[0]:
         return loaded
-    saved = [state["optimizer"]["param_groups"] for state in (loaded, *loaded.values()) if _has_groups(state)]
+    inner = [one.get("optimizer") for one in (loaded, *loaded.values()) if isinstance(one, dict)]
+    saved = [one["param_groups"] for one in inner if isinstance(one, dict)]
     (step,) = {group["step"] for groups in saved for group in groups if "step" in group}
     for part, state in zip(parts, states, strict=True):
         groups = part.state_dict()["optimizer"]["param_groups"]
         state["optimizer"] = {"param_groups": [group | {"step": step} for group in groups]}
         state.setdefault("param_state_sharding_type", "fully_reshardable")
     return loaded
-
-
-def _has_groups(state: Any) -> bool:
-    return isinstance(state, dict) and isinstance(state.get("optimizer"), dict)
 
 
 def _described(layout: dict[str, int]) -> str:
@@ -198,9 +196,3 @@ def check_architecture(folder: Path, arch: Architecture) -> None:
                 f"{folder} holds a model with {key} = {found.get(key)}; the model built has {value}. "
                 "Use the checkpoint of this model, or the model folder it came from"
             )
-
-
-def _wait_for_all(groups: ParallelGroups) -> None:
-    """Over gloo, with the group's time limit: NCCL would spin on GPUs that others use."""
-    if groups.control is not None:
-        dist.barrier(group=groups.control)

@@ -216,7 +216,9 @@ def write_weights(
         nonlocal latest
         if latest[0] != home[index]:
             latest = ("", {})  # before the next is made
-            latest = (home[index], _filled(state[home[index]], rows[home[index]], source))
+            base, row = state[home[index]], rows[home[index]]
+            fused = fuse(row, source, padded=base.data.shape[0]).to(base.data.dtype)
+            latest = (home[index], {_index(piece): piece.data for piece in pieces(base, fused)})
         advance(latest[1][index].nbytes)
         return latest[1][index]
 
@@ -224,13 +226,6 @@ def write_weights(
     strategy = _Streamed(fetch)
     dist_checkpointing.save(dict(state), str(folder), strategy, content_metadata=content)
     return strategy.digests
-
-
-def _filled(
-    base: ShardedTensor | ShardedTensorFactory, row: Row, source: HfFolder
-) -> dict[MetadataIndex, Tensor]:
-    fused = fuse(row, source, padded=base.data.shape[0]).to(base.data.dtype)
-    return {_index(piece): piece.data for piece in pieces(base, fused)}
 
 
 class _Into(dcp.DefaultLoadPlanner):

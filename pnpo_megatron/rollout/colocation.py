@@ -12,45 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import perf_counter
-from typing import Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pnpo_megatron.errors import RolloutError
 
+if TYPE_CHECKING:
+    from pnpo_megatron.policy.offload import LearnerMemory
+    from pnpo_megatron.rollout.vllm_sampler import VllmSampler
+
 Part: TypeAlias = Literal["weights", "kv_cache"]
-
-
-class Sleeper(Protocol):
-    """The engine's memory."""
-
-    def wait_ready(self) -> None:
-        """Until it is built, on an empty GPU."""
-        ...
-
-    def sleep(self) -> None:
-        """Drop weights and cache."""
-        ...
-
-    def wake(self, part: Part) -> None:
-        """Take memory for one of them again; it holds nothing yet."""
-        ...
-
-
-class Tenant(Protocol):
-    """The learner's memory."""
-
-    def offload(self) -> None:
-        """Gradient buffers and optimizer leave the GPU."""
-        ...
-
-    def reload(self) -> None:
-        """They come back."""
-        ...
 
 
 class Turns:
     """Holds the order; a call that is not the next one is refused."""
 
-    def __init__(self, engine: Sleeper) -> None:
+    def __init__(self, engine: VllmSampler) -> None:
         self._engine = engine
         self._turn = "nobody"
 
@@ -61,7 +37,7 @@ class Turns:
         self._engine.sleep()
         self._turn = "learner"
 
-    def to_engine(self, learner: Tenant, send: Callable[[], None]) -> dict[str, float]:
+    def to_engine(self, learner: LearnerMemory, send: Callable[[], None]) -> dict[str, float]:
         """Before anything is sampled: `send` syncs the learner's weights. Seconds of each part."""
         self._leave("learner")
         parts = {
@@ -74,7 +50,7 @@ class Turns:
         self._turn = "engine"
         return seconds
 
-    def to_learner(self, learner: Tenant) -> dict[str, float]:
+    def to_learner(self, learner: LearnerMemory) -> dict[str, float]:
         """Before an update. Seconds of each part."""
         self._leave("engine")
         seconds = {"time/sleep_s": _timed(self._engine.sleep), "time/reload_s": _timed(learner.reload)}

@@ -7,7 +7,7 @@ what is trained together, so weights at update 1 are 1 within rounding only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from queue import Empty, SimpleQueue
 from time import perf_counter
@@ -18,47 +18,29 @@ from torch.distributed import ProcessGroup
 
 from pnpo_megatron.loop import Metrics
 from pnpo_megatron.parallel.rank_zero import from_rank_zero
-from pnpo_megatron.rollout.collect import Tell
+from pnpo_megatron.run.batches import Batches
 from pnpo_megatron.types import Learner, MiniBatch, RolloutBatch, TrainSequence
 
 
 class EarlyScores:
     """Takes a step's batch with its old log-probs. Collective over `control`."""
 
-    def __init__(
-        self,
-        learner: Learner,
-        control: ProcessGroup | None,
-        *,
-        begin: Callable[[int, Tell], None],
-        take: Callable[[int], tuple[RolloutBatch, Metrics]],
-        prompts: int,
-        group_size: int,
-        part: int,
-        timeout_s: float,
-    ) -> None:
-        """On rank 0 `begin` starts to sample a step in a thread, if it has to be, and `take` waits for it.
-
-        Args:
-            prompts, group_size: of a batch.
-            part: groups that are scored together.
-            timeout_s: longest time without a further group.
-        """
-        self._learner, self._control, self._begin, self._take = learner, control, begin, take
-        self._prompts, self._group_size, self._part = prompts, group_size, part
-        self._timeout_s = timeout_s
+    def __init__(self, learner: Learner, control: ProcessGroup | None, batches: Batches, part: int) -> None:
+        """`part`: groups that are scored together."""
+        self._learner, self._control, self._batches, self._part = learner, control, batches, part
+        self._prompts, self._group_size = batches.config.rollout.prompts, batches.config.rollout.group_size
 
     def __call__(self, step: int, doing: str) -> tuple[RolloutBatch, Metrics]:
         """The batch of `step`, scored."""
         arrived: SimpleQueue[tuple[int, Sequence[TrainSequence]] | None] = SimpleQueue()
         waiting: dict[int, Sequence[TrainSequence]] = {}
-        from_rank_zero(lambda: self._begin(step, arrived.put), self._control, doing)
+        from_rank_zero(lambda: self._batches.begin_new(step, arrived.put), self._control, doing)
         early: dict[tuple[int, ...], tuple[MiniBatch, list[Tensor]]] = {}
         while (
             part := from_rank_zero(lambda: self._next(arrived, waiting), self._control, doing)
         ) is not None:
             early[part.indices] = part, self._learner.log_probs(part)
-        batch, metrics = from_rank_zero(lambda: self._take(step), self._control, doing)
+        batch, metrics = from_rank_zero(lambda: self._batches.take_told(step), self._control, doing)
         start = perf_counter()
         old: list[Tensor] = []
         for part in self._parts(batch):
@@ -73,7 +55,7 @@ class EarlyScores:
     ) -> MiniBatch | None:
         """The next part that is whole; None when no more groups come."""
         try:
-            while (one := arrived.get(timeout=self._timeout_s)) is not None:
+            while (one := arrived.get(timeout=self._batches.timeout_s)) is not None:
                 place, waiting[place] = one
                 first = place - place % self._part
                 places = range(first, min(first + self._part, self._prompts))

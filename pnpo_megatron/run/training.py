@@ -115,16 +115,8 @@ class Run:
 
     def _early_scores(self) -> EarlyScores:
         rollout, ranks = self.config.rollout, group_size(self.live.groups.dp)
-        return EarlyScores(
-            self.live.learner,
-            self.control,
-            begin=self.batches.begin_new,
-            take=self.batches.take_told,
-            prompts=rollout.prompts,
-            group_size=rollout.group_size,
-            part=min(rollout.prompts, -(-SEQUENCES_A_RANK * ranks // rollout.group_size)),
-            timeout_s=self.batches.timeout_s,
-        )
+        part = min(rollout.prompts, -(-SEQUENCES_A_RANK * ranks // rollout.group_size))
+        return EarlyScores(self.live.learner, self.control, self.batches, part)
 
     def begin(self, step: int) -> None:
         """Sample the batch of `step` beside the updates on the one before. Not collective."""

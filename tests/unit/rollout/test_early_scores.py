@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,10 +94,11 @@ def batch_of(
         if not told:
             tell(None)
 
-    scores = EarlyScores(
-        learner, None, begin=begin, take=lambda step: ahead.take(step), prompts=8, group_size=2, part=part,
-        timeout_s=DEADLINE_S,
-    )  # type: ignore[arg-type]  # fmt: skip
+    config = SimpleNamespace(rollout=SimpleNamespace(prompts=8, group_size=2))
+    batches = SimpleNamespace(
+        config=config, begin_new=begin, take_told=lambda step: ahead.take(step), timeout_s=DEADLINE_S
+    )
+    scores = EarlyScores(learner, None, batches, part)  # type: ignore[arg-type]
     try:
         return scores(1, "sampling")[0]
     finally:
