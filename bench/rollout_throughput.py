@@ -19,7 +19,7 @@ from pathlib import Path
 from measure import Bound, Row, options, report
 
 from pnpo_megatron.rollout.messages import EngineSettings
-from pnpo_megatron.rollout.requests import make_request, sampling_values
+from pnpo_megatron.rollout.requests import make_request
 from pnpo_megatron.rollout.vllm_sampler import VllmSampler
 from pnpo_megatron.rollout.vllm_worker import engine_arguments, sampling_params
 from pnpo_megatron.types import Prompt, Sampling
@@ -55,7 +55,7 @@ class RawEngine:
     """``vllm.LLM`` in this process with the sampler's own engine and sampling arguments."""
 
     def __init__(self, folder: Path, sampling: Sampling) -> None:
-        self._values = sampling_values(sampling)
+        self._sampling = sampling
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1"}
         from vllm import LLM
 
@@ -79,7 +79,7 @@ class RawEngine:
         for index, prompt in enumerate(prompts):
             request = make_request(index, prompt, GROUP, SEED)
             inputs += [{"prompt_token_ids": request.ids.tolist()}] * GROUP
-            params += [sampling_params(self._values, seed) for seed in request.seeds.tolist()]
+            params += [sampling_params(self._sampling, seed) for seed in request.seeds.tolist()]
         outputs = self._llm.generate(inputs, params, use_tqdm=False)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 

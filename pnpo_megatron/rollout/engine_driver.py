@@ -7,12 +7,11 @@ within one step.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +28,6 @@ from pnpo_megatron.rollout.messages import (
     PromptRequest,
     Reply,
     Response,
-    SamplingValues,
     Shutdown,
     Sleep,
     StreamWeights,
@@ -37,36 +35,9 @@ from pnpo_megatron.rollout.messages import (
     WeightsLoaded,
     WorkerError,
 )
+from pnpo_megatron.types import Sampling
 
 FLUSH_S = 5.0
-
-
-class Engine(Protocol):
-    """What the loop needs of vLLM's LLMEngine."""
-
-    def has_unfinished_requests(self) -> bool:
-        """Whether a step would do anything."""
-        ...
-
-    def add_request(self, request_id: str, prompt: Any, params: Any) -> Any:
-        """Queue one response."""
-        ...
-
-    def abort_request(self, request_ids: list[str]) -> None:
-        """Forget requests; unknown ids are ignored."""
-        ...
-
-    def step(self) -> list[Any]:
-        """One scheduling step; the requests that have something to say."""
-        ...
-
-    def sleep(self, level: int) -> None:
-        """Level 2 drops weights and cache."""
-        ...
-
-    def wake_up(self, tags: list[str]) -> Any:
-        """Take memory for these parts again."""
-        ...
 
 
 @dataclass
@@ -77,28 +48,23 @@ class _Group:
     outputs: list[Response | None]
 
 
-@dataclass
-class _Call:
-    started: float = field(default_factory=time.monotonic)
-    groups: dict[int, _Group] = field(default_factory=dict)
-    tokens: int = 0
-
-
 class EngineDriver:
     """Commands in, engine steps, replies out."""
 
     def __init__(
         self,
-        engine: Engine,
-        make_params: Callable[[SamplingValues, int], Any],
+        engine: Any,
+        make_params: Callable[[Sampling, int], Any],
         replace_weights: Callable[[LoadWeights | StreamWeights], int],
         send: Callable[[Reply], None],
     ) -> None:
-        """`make_params` turns values and a seed into the engine's own; `replace_weights` counts tensors."""
+        """`engine`: vLLM's LLMEngine. `make_params` turns values and a seed into its own; `replace_weights`
+        counts tensors."""
         self._engine, self._make_params, self._replace_weights, self._send = (
             engine, make_params, replace_weights, send,
         )  # fmt: skip
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, dict[int, _Group]] = {}
+        """The prompts of every call that have not been answered."""
         self._version: int | None = None
 
     def serve(self, conn: Connection) -> None:
@@ -127,9 +93,9 @@ class EngineDriver:
                 self._answer(command.call, lambda: self._wake(command))
 
     def _generate(self, command: Generate) -> None:
-        call = self._calls[command.call] = _Call()
+        groups = self._calls[command.call] = {}
         for prompt in command.prompts:
-            call.groups[prompt.index] = _Group(self._version, [None] * len(prompt.seeds))
+            groups[prompt.index] = _Group(self._version, [None] * len(prompt.seeds))
             try:
                 self._add(command, prompt)
             except Exception as error:  # whatever the engine has against this prompt, the others go on
@@ -146,8 +112,8 @@ class EngineDriver:
     def _collect(self, outputs: Iterable[Any]) -> None:
         for output in outputs:
             number, index, sample = (int(part) for part in output.request_id.split("/"))
-            call = self._calls.get(number)
-            if not output.finished or call is None or index not in call.groups:
+            group = self._calls.get(number, {}).get(index)
+            if not output.finished or group is None:
                 continue
             response = output.outputs[0]
             if response.finish_reason not in ("stop", "length"):
@@ -155,44 +121,37 @@ class EngineDriver:
                     number, index, "RequestError", f"sample {sample} ended with {response.finish_reason!r}"
                 )
             else:
-                self._store(number, call, index, sample, response)
+                self._store(number, index, group, sample, response)
             self._finish_if_empty(number)
 
-    def _store(self, number: int, call: _Call, index: int, sample: int, response: Any) -> None:
+    def _store(self, number: int, index: int, group: _Group, sample: int, response: Any) -> None:
         ids = np.asarray(response.token_ids, dtype=np.int32)
         logprobs = np.asarray(response.logprobs.logprobs, dtype=np.float32)
-        one = Response(ids, logprobs, response.finish_reason, response.routed_experts)
-        call.groups[index].outputs[sample] = one
-        call.tokens += len(ids)
-        done = [output for output in call.groups[index].outputs if output is not None]
-        if len(done) == len(call.groups[index].outputs):
-            version = call.groups.pop(index).version
-            self._send(GroupDone.of(number, index, version, done))
+        group.outputs[sample] = Response(ids, logprobs, response.finish_reason, response.routed_experts)
+        done = [output for output in group.outputs if output is not None]
+        if len(done) == len(group.outputs):
+            del self._calls[number][index]
+            self._send(GroupDone.of(number, index, group.version, done))
 
     def _fail(self, number: int, index: int, error: str, message: str) -> None:
-        group = self._calls[number].groups.pop(index)
+        group = self._calls[number].pop(index)
         self._engine.abort_request(
             [_request_id(number, index, sample) for sample in range(len(group.outputs))]
         )
         self._send(PromptFailed(number, index, error, message))
 
     def _abort(self, number: int) -> None:
-        call = self._calls.get(number)
-        if call is not None:
-            left = [
-                (index, sample)
-                for index, group in call.groups.items()
-                for sample in range(len(group.outputs))
-            ]
+        groups = self._calls.get(number)
+        if groups is not None:
+            left = [(index, sample) for index, one in groups.items() for sample in range(len(one.outputs))]
             self._engine.abort_request([_request_id(number, index, sample) for index, sample in left])
-            call.groups.clear()
+            groups.clear()
             self._finish_if_empty(number)
 
     def _finish_if_empty(self, number: int) -> None:
-        call = self._calls.get(number)
-        if call is not None and not call.groups:
+        if self._calls.get(number) == {}:
             del self._calls[number]
-            self._send(CallDone(number, call.tokens, time.monotonic() - call.started))
+            self._send(CallDone(number))
 
     def _answer(self, call: int, work: Callable[[], Reply]) -> None:
         try:
@@ -204,12 +163,11 @@ class EngineDriver:
         self._send(reply)
 
     def _load_weights(self, command: LoadWeights | StreamWeights) -> Reply:
-        started = time.monotonic()
         self._version = None  # a failed sync leaves no version in force
         self._refuse_while_generating("weight sync")
         tensors = self._replace_weights(command)
         self._version = command.version
-        return WeightsLoaded(command.call, command.version, tensors, time.monotonic() - started)
+        return WeightsLoaded(command.call, command.version, tensors)
 
     def _sleep(self, call: int) -> Reply:
         self._version = None  # the weights are gone: waking does not bring them back (TRAPS H33)

@@ -1,7 +1,4 @@
-"""What crosses the pipe between a sampler and its worker: plain values and arrays, errors as data.
-
-Both sides import this module, so it needs neither vllm nor torch.
-"""
+"""What crosses the pipe between a sampler and its worker: plain values and arrays, errors as data."""
 
 from __future__ import annotations
 
@@ -11,6 +8,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from pnpo_megatron.types import Sampling
 
 
 @dataclass(frozen=True)
@@ -34,17 +33,6 @@ class EngineSettings:
 
 
 @dataclass(frozen=True)
-class SamplingValues:
-    """Every value the engine could otherwise take from the model folder (TRAPS H34)."""
-
-    temperature: float
-    top_p: float
-    max_tokens: int
-    min_tokens: int
-    stop_token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class PromptRequest:
     """One prompt and the seeds of its responses."""
 
@@ -62,7 +50,7 @@ class Generate:
 
     call: int
     prompts: tuple[PromptRequest, ...]
-    sampling: SamplingValues
+    sampling: Sampling
 
 
 @dataclass(frozen=True)
@@ -200,8 +188,6 @@ class CallDone:
     """Nothing of this call is left in the engine."""
 
     call: int
-    tokens: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -218,7 +204,6 @@ class WeightsLoaded:
     call: int
     version: int
     tensors: int
-    seconds: float
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from pnpo_megatron.errors import ConfigError, DataError, RolloutError
-from pnpo_megatron.rollout.messages import GroupDone, PromptRequest, SamplingValues
+from pnpo_megatron.rollout.messages import GroupDone, PromptRequest
 from pnpo_megatron.seeds import derive_seed
 from pnpo_megatron.types import Prompt, Rollout, RolloutGroup, Sampling
 
@@ -62,17 +62,6 @@ def make_request(index: int, prompt: Prompt, group_size: int, seed: tuple[int | 
     seeds = [derive_seed(*seed, prompt.id, sample) for sample in range(group_size)]
     ids = np.asarray(prompt.token_ids, dtype=np.int32)
     return PromptRequest(index, ids, np.asarray(seeds, dtype=np.int64))
-
-
-def sampling_values(sampling: Sampling) -> SamplingValues:
-    """The same values in the worker's words."""
-    return SamplingValues(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        stop_token_ids=sampling.stop_token_ids,
-    )
 
 
 def unpack_group(

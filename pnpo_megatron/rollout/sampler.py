@@ -11,7 +11,6 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
@@ -34,20 +33,13 @@ from pnpo_megatron.rollout.messages import (
     PromptRequest,
     Ready,
     Reply,
-    SamplingValues,
     StreamWeights,
     TensorEntry,
     WeightBucket,
     WeightsLoaded,
     WorkerError,
 )
-from pnpo_megatron.rollout.requests import (
-    check_call,
-    make_request,
-    refusal,
-    sampling_values,
-    unpack_group,
-)
+from pnpo_megatron.rollout.requests import check_call, make_request, refusal, unpack_group
 from pnpo_megatron.rollout.weight_stream import buckets
 from pnpo_megatron.rollout.weight_transfer import WeightSender
 from pnpo_megatron.rollout.worker_process import WorkerDied
@@ -56,27 +48,6 @@ from pnpo_megatron.types import Prompt, RolloutGroup, Sampling
 LOG = logging.getLogger(__name__)
 CLOSE_S = 10.0
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class PromptFailure:
-    """A prompt that gave no group, and why."""
-
-    prompt_id: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class RolloutStats:
-    """What one `generate` call cost in the engine."""
-
-    tokens: int
-    seconds: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Response tokens per second of engine time; 0 for an empty call."""
-        return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
 
 class Worker(Protocol):
@@ -141,9 +112,8 @@ class EngineSampler(ABC):
         self._weights: tuple[int, tuple[TensorEntry, ...], int] | None = None  # in the sender's buffer
         self._holds_weights = False  # the worker, of that version
         self._open_call: int | None = None  # generating, and not yet read to its end
-        self.stats = RolloutStats(0, 0.0)
-        self.failures: tuple[PromptFailure, ...] = ()
-        """Prompts of the last `generate` that gave no group; complete once its iterator has ended."""
+        self.failures: dict[str, str] = {}
+        """Why prompts of the last `generate`, by id, gave no group; complete once its iterator has ended."""
         self._synced = False
         self.weights_digest = ""
         """Names the weights of the last sync by their checksums."""
@@ -200,15 +170,16 @@ class EngineSampler(ABC):
             )
         check_call(prompts, group_size, sampling)
         reasons = [refusal(prompt, sampling, self._vocab_size, self._max_model_len) for prompt in prompts]
-        judged = list(enumerate(zip(prompts, reasons, strict=True)))
-        self.failures = tuple(PromptFailure(prompt.id, reason) for _, (prompt, reason) in judged if reason)
+        judged = list(zip(prompts, reasons, strict=True))
+        self.failures = {prompt.id: reason for prompt, reason in judged if reason}
         requests = tuple(
-            make_request(index, prompt, group_size, seed) for index, (prompt, reason) in judged if not reason
+            make_request(index, prompt, group_size, seed)
+            for index, (prompt, reason) in enumerate(judged)
+            if not reason
         )
         self._drop_open_call()
-        values = sampling_values(sampling)
-        call = self._insist(lambda: self._ask(requests, values))
-        return self._groups(call, prompts, requests, values)
+        call = self._insist(lambda: self._ask(requests, sampling))
+        return self._groups(call, prompts, requests, sampling)
 
     def close(self) -> None:
         """End the engine and everything it started; a thread that samples meanwhile ends with an error."""
@@ -284,12 +255,12 @@ class EngineSampler(ABC):
         waiting_for = f"weights of version {version} to load ({self.sync_timeout_s:g} s, sync_timeout_s)"
         return self._reply_to(command.call, time.monotonic() + self.sync_timeout_s, waiting_for)
 
-    def _ask(self, requests: tuple[PromptRequest, ...], values: SamplingValues) -> int:
+    def _ask(self, requests: tuple[PromptRequest, ...], sampling: Sampling) -> int:
         """Start generating; the number of the call."""
         if self._weights and not self._holds_weights:
             self._send_weights()
         call = self._open_call = self._next_call()
-        self._worker.send(Generate(call, requests, values))
+        self._worker.send(Generate(call, requests, sampling))
         return call
 
     def _groups(
@@ -297,7 +268,7 @@ class EngineSampler(ABC):
         call: int,
         prompts: Sequence[Prompt],
         requests: tuple[PromptRequest, ...],
-        values: SamplingValues,
+        sampling: Sampling,
     ) -> Iterator[RolloutGroup]:
         waiting = {request.index: request for request in requests}
         deadline, restarts, done = time.monotonic() + self.generate_timeout_s, self._restarts, 0
@@ -309,10 +280,9 @@ class EngineSampler(ABC):
                     if not restarts:
                         raise
                     restarts -= 1
-                    self._start_again(
-                        error
-                    )  # what is left is sampled with the same seeds, so to the same tokens
-                    call = self._ask(tuple(waiting.values()), values)
+                    self._start_again(error)
+                    # What is left is sampled with the same seeds, so to the same tokens.
+                    call = self._ask(tuple(waiting.values()), sampling)
                     deadline = time.monotonic() + self.generate_timeout_s
                     continue
                 if isinstance(reply, CallDone):
@@ -323,17 +293,16 @@ class EngineSampler(ABC):
                     yield self._group(reply, prompts[reply.index], seeds)
                 elif isinstance(reply, PromptFailed):
                     del waiting[reply.index]
-                    failure = PromptFailure(prompts[reply.index].id, f"{reply.error}: {reply.message}")
-                    self.failures = (*self.failures, failure)
+                    self.failures[prompts[reply.index].id] = f"{reply.error}: {reply.message}"
             self._open_call = None
         finally:
             if call == self._open_call:  # left early, or failed
                 self._drop_open_call()
-        self.stats = RolloutStats(reply.tokens, reply.seconds)
-        for failure in self.failures:
-            LOG.warning("prompt %s gave no group: %s", failure.prompt_id, failure.reason)
+        for name, reason in self.failures.items():
+            LOG.warning("prompt %s gave no group: %s", name, reason)
         if prompts and not done:
-            raise NoResponsesError(f"all {len(prompts)} prompts failed; the first: {self.failures[0]}")
+            first = ": ".join(next(iter(self.failures.items())))
+            raise NoResponsesError(f"all {len(prompts)} prompts failed; the first: {first}")
 
     def _generated(self, call: int, deadline: float, done: int, requested: int) -> Reply:
         if call != self._open_call:
@@ -345,9 +314,8 @@ class EngineSampler(ABC):
         return self._reply_to(call, deadline, waiting_for)
 
     def _group(self, reply: GroupDone, prompt: Prompt, seeds: NDArray[np.int64]) -> RolloutGroup:
-        expected = (
-            self.version if self._synced else None
-        )  # the worker knows no version of the folder's weights
+        # The worker knows no version of the folder's own weights.
+        expected = self.version if self._synced else None
         if self.version is None or reply.version != expected:
             raise RolloutError(
                 f"prompt {prompt.id}: sampled with version {reply.version}, expected {expected}"

@@ -14,9 +14,10 @@ import numpy as np
 from pydantic_core import from_json
 
 from pnpo_megatron.errors import ConfigError
-from pnpo_megatron.rollout.messages import GroupDone, PromptRequest, Response, SamplingValues
+from pnpo_megatron.rollout.messages import GroupDone, PromptRequest, Response
 from pnpo_megatron.rollout.vllm_worker import sampling_fields
 from pnpo_megatron.rollout.weight_network import BACKEND
+from pnpo_megatron.types import Sampling
 
 HEALTH_S = 10.0
 """A server that is well answers `/health` at once, even while it generates: its engine is another process."""
@@ -86,9 +87,7 @@ class Server:
             )
         return version
 
-    async def group(
-        self, call: int, prompt: PromptRequest, values: SamplingValues, weights: str
-    ) -> GroupDone:
+    async def group(self, call: int, prompt: PromptRequest, sampling: Sampling, weights: str) -> GroupDone:
         """All responses to one prompt, by the weights named so; `version` is left to the caller.
 
         Raises:
@@ -96,7 +95,7 @@ class Server:
         """
         ids = prompt.ids.tolist()
         parts = [
-            asyncio.create_task(self._response(ids, sampling_fields(values, seed), weights))
+            asyncio.create_task(self._response(ids, sampling_fields(sampling, seed), weights))
             for seed in prompt.seeds.tolist()
         ]
         whole = asyncio.gather(*parts)

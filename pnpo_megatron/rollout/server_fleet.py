@@ -233,7 +233,7 @@ class ServerFleet:
         return live
 
     async def _generate(self, command: Generate) -> CallDone:
-        started, tokens, tries = time.monotonic(), 0, Counter[int]()
+        tries = Counter[int]()
         waiting = deque(command.prompts)
         running: dict[asyncio.Task[GroupDone], tuple[Server, PromptRequest]] = {}
         for server in self._servers:
@@ -253,12 +253,11 @@ class ServerFleet:
                     if reply is None:
                         waiting.appendleft(prompt)
                     else:
-                        tokens += int(reply.lengths.sum()) if isinstance(reply, GroupDone) else 0
                         self._replies.put(reply)
         finally:
             for task in running:
                 task.cancel()
-        return CallDone(command.call, tokens, time.monotonic() - started)
+        return CallDone(command.call)
 
     def _with_room(self, prompt: PromptRequest) -> Server | None:
         """The server that owes least, unless it has enough to do."""
@@ -288,7 +287,6 @@ class ServerFleet:
 
     async def _load(self, command: LoadWeights) -> WeightsLoaded:
         """Send every server the weights; one that was gone and is back gets them too, and is used again."""
-        started = time.monotonic()
         self._weights = name, _ = f"{self._run}/{command.version}", command.version
         offer = WeightOffer(self._weights_fd, command.nbytes, self._timeout_s)
         entries = [asdict(entry) for entry in command.entries]
@@ -303,7 +301,7 @@ class ServerFleet:
             await self._with_each(load)
         finally:
             offer.close()
-        return WeightsLoaded(command.call, command.version, len(command.entries), time.monotonic() - started)
+        return WeightsLoaded(command.call, command.version, len(command.entries))
 
     async def _open_stream(self, command: StreamWeights) -> BucketTaken:
         """Bring the workers of the servers that are there together; one that is lost later ends the sync."""
@@ -325,7 +323,7 @@ class ServerFleet:
             return BucketTaken(command.call)
         await self._stream.close()
         assert version is not None
-        return WeightsLoaded(command.call, version, self._stream.tensors, self._stream.seconds)
+        return WeightsLoaded(command.call, version, self._stream.tensors)
 
     async def _with_each(self, work: Callable[[Server], Awaitable[T]]) -> dict[Server, T]:
         """What came of the servers that are there, or are again, and did not go meanwhile."""

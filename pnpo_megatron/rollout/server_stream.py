@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -26,13 +25,8 @@ class ServerStream:
         """`workers`: how many each server has; `weights`: what the servers shall call what they get."""
         self._ranks = dict(zip(workers, accumulate(workers.values(), initial=1), strict=False))
         self._broadcaster = Broadcaster(sum(workers.values()))
-        self._weights, self._started, self.tensors = weights, time.monotonic(), 0
+        self._weights, self.tensors = weights, 0
         self._timeout_s = 0.9 * timeout_s  # before the caller's own deadline: here it is known who is late
-
-    @property
-    def seconds(self) -> float:
-        """Since it was opened."""
-        return time.monotonic() - self._started
 
     async def join(self) -> None:
         """Until every worker is there."""

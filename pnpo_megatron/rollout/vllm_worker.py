@@ -1,6 +1,6 @@
 """What runs in the child process that holds the engine (`worker_main` starts it).
 
-The only file that imports vllm, and only inside functions.
+This file and `vllm_transfer` alone import vllm; this one does so only inside functions.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from pnpo_megatron.rollout.messages import (
     LoadWeights,
     Ready,
     Reply,
-    SamplingValues,
     StreamWeights,
     WeightBucket,
     WorkerError,
 )
 from pnpo_megatron.rollout.weight_stream import ipc_fields
 from pnpo_megatron.rollout.weight_transfer import WeightReceiver, verified
+from pnpo_megatron.types import Sampling
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -65,26 +65,26 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     }
 
 
-def sampling_fields(values: SamplingValues, seed: int) -> dict[str, Any]:
+def sampling_fields(sampling: Sampling, seed: int) -> dict[str, Any]:
     """Arguments of vLLM's SamplingParams, all of them stated (TRAPS H34).
 
     ``ignore_eos`` switches off the end tokens that vLLM reads from generation_config.json by itself:
-    what stops a response is exactly `values.stop_token_ids`.
+    what stops a response is exactly `sampling.stop_token_ids`.
     """
     return {
         "n": 1,
-        "temperature": values.temperature,
-        "top_p": values.top_p,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
         "top_k": 0,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "seed": seed,
-        "max_tokens": values.max_tokens,
-        "min_tokens": values.min_tokens,
+        "max_tokens": sampling.max_tokens,
+        "min_tokens": sampling.min_tokens,
         "stop": [],
-        "stop_token_ids": list(values.stop_token_ids),
+        "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": True,
         "logprobs": 0,
         "flat_logprobs": True,
@@ -93,13 +93,12 @@ def sampling_fields(values: SamplingValues, seed: int) -> dict[str, Any]:
     }
 
 
-def sampling_params(values: SamplingValues, seed: int) -> SamplingParams:
+def sampling_params(sampling: Sampling, seed: int) -> SamplingParams:
     """The engine's own object for one response."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    fields = sampling_fields(values, seed)
-    # What is unfinished nobody reads.
-    return SamplingParams(**fields, output_kind=RequestOutputKind.FINAL_ONLY)
+    finished = RequestOutputKind.FINAL_ONLY  # what is unfinished nobody reads
+    return SamplingParams(**sampling_fields(sampling, seed), output_kind=finished)
 
 
 def build_engine(settings: EngineSettings) -> LLMEngine:

@@ -248,7 +248,6 @@ def test_servers_killed_while_generating(setting: Setting, caplog: pytest.LogCap
     many = prompts(100)
     started = time.monotonic()
     expected = by_id(sampler.generate(many, 8, MANY, (2,)))
-    print(f"two servers: {sampler.stats.tokens_per_second:.0f} tokens/s")
     family = doomed.family()
     assert len(family) > 1
     groups = sampler.generate(many, 8, MANY, (2,))

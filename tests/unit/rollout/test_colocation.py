@@ -137,7 +137,7 @@ class FakeWorker:
             raise WorkerDied("killed")
         self.commands.append(command)
         if isinstance(command, LoadWeights):
-            self.waiting.append(WeightsLoaded(command.call, command.version, len(command.entries), 0.0))
+            self.waiting.append(WeightsLoaded(command.call, command.version, len(command.entries)))
         elif isinstance(command, Sleep | Wake):
             self.waiting.append(MemoryChanged(command.call))
 

@@ -26,16 +26,16 @@ from pnpo_megatron.rollout.messages import (
     PromptRequest,
     Ready,
     Reply,
-    SamplingValues,
     WeightsLoaded,
 )
 from pnpo_megatron.rollout.server_fleet import ServerFleet
 from pnpo_megatron.rollout.weight_transfer import WeightSender
 from pnpo_megatron.rollout.worker_process import WorkerDied
+from pnpo_megatron.types import Sampling
 
 # anyio says so when a connection is cancelled while it is being made
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine 'connect_tcp")
-VALUES = SamplingValues(temperature=1.0, top_p=1.0, max_tokens=8, min_tokens=0, stop_token_ids=(3,))
+VALUES = Sampling(temperature=1.0, top_p=1.0, max_tokens=8, min_tokens=0, stop_token_ids=(3,))
 WEIGHTS = {"a": torch.arange(5.0), "b": torch.tensor([[2.5, -1.0]])}
 
 
@@ -89,8 +89,6 @@ class Fleet:
             assert isinstance(reply, GroupDone | PromptFailed) and reply.index not in found
             assert reply.call == call
             found[reply.index] = reply
-        groups = [reply for reply in found.values() if isinstance(reply, GroupDone)]
-        assert reply.tokens == sum(len(group.ids) for group in groups)
         return found
 
 

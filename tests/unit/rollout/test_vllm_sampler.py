@@ -154,7 +154,7 @@ def test_a_bad_prompt_is_reported_and_does_not_lose_the_others(engine: Engine) -
     ]
     groups = sample(engine, [bad[0], SHORT, *bad[1:]], 2, WARM)
     assert list(groups) == ["short"] and len(groups["short"].rollouts) == 2
-    reasons = {failure.prompt_id: failure.reason for failure in engine.sampler.failures}
+    reasons = engine.sampler.failures
     assert reasons.keys() == {"empty", "outside", "negative", "long"}
     assert "0..63" in reasons["outside"] and "max_model_len = 512" in reasons["long"]
     with pytest.raises(RolloutError, match="all 4 prompts failed.*empty"):
@@ -230,7 +230,6 @@ def test_groups_arrive_as_they_finish_and_leaving_early_frees_the_engine(engine:
     started = time.monotonic()
     assert list(sample(engine, [SHORT], 1, GREEDY)) == ["short"]
     assert time.monotonic() - started < 15.0  # 240,000 tokens would take much longer
-    assert engine.sampler.stats.tokens == GREEDY.max_tokens
     with pytest.raises(RolloutError, match="responses were dropped"):
         next(never_read)
 

@@ -208,9 +208,7 @@ class FakeWorker:
         whole = isinstance(command, WeightBucket) and not command.entries
         number = sum(len(one.entries) for one in self.commands if isinstance(one, WeightBucket))
         assert isinstance(command, StreamWeights | WeightBucket)
-        self.waiting.append(
-            WeightsLoaded(command.call, 5, number, 0.0) if whole else BucketTaken(command.call)
-        )
+        self.waiting.append(WeightsLoaded(command.call, 5, number) if whole else BucketTaken(command.call))
 
     def receive(self, deadline: float, waiting_for: str) -> Reply:
         return self.waiting.pop(0)
