@@ -11,28 +11,22 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pnpo_megatron.errors import (
-    CheckpointError,
-    ConfigError,
-    MismatchError,
-    RewardFaultError,
-    RolloutError,
-    TrainingFaultError,
-    UserError,
-)
+from pnpo_megatron.errors import DONE, FAILED, STOPPED_EARLY, WRONG_INPUT, ConfigError, Fault, UserError
 from pnpo_megatron.parallel.rank_zero import PeerError
 
-INSTRUMENTS = {
-    "report": "one self-contained HTML page about one or more runs",
-    "plan-reuse": "generation and optimizer seconds, speed-up by K, recommended K",
-    "calibrate-gate": "tolerances from the log-ratios that a run measured",
-    "compare-eval": "paired difference of two evaluation results, with its 95 % interval",
+COMMANDS = {
+    "compare": ("study", "settings x seeds at one budget of updates"),
+    "serve": ("serve", "one vLLM server for rollouts on this node"),
+    "doctor": ("planning.doctor", "versions; whether a job fits a cluster"),
+    "report": ("analysis.report", "one self-contained HTML page about one or more runs"),
+    "plan-reuse": ("analysis.plan_reuse", "generation and optimizer seconds, speed-up by K, recommended K"),
+    "calibrate-gate": ("analysis.calibrate_gate", "tolerances from the log-ratios that a run measured"),
+    "compare-eval": (
+        "analysis.compare_eval",
+        "paired difference of two evaluation results, with its 95 %% interval",
+    ),
 }
-DONE, FAILED, WRONG_INPUT, STOPPED_EARLY = 0, 1, 2, 75
-SPEAKING_FAULTS = (
-    CheckpointError, RolloutError, MismatchError, RewardFaultError, TrainingFaultError, PeerError,
-)  # fmt: skip
-"""Faults whose message is all a person needs; anything else shows its traceback."""
+"""Commands whose module has a `main(words)` that knows their flags; it is imported when it is needed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return WRONG_INPUT
-    except SPEAKING_FAULTS as error:
+    except (Fault, PeerError) as error:  # anything else shows its traceback
         print(f"error: {error}", file=sys.stderr)
         return FAILED
     except OSError as error:
@@ -100,33 +94,9 @@ def _eval(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     return DONE
 
 
-def _instrument(arguments: argparse.Namespace, words: Sequence[str]) -> int:
-    """report, plan-reuse, calibrate-gate: each module knows its own flags and is imported when needed."""
-    name = arguments.command.replace("-", "_")
-    module = importlib.import_module(f"pnpo_megatron.analysis.{name}")
-    parser = argparse.ArgumentParser(prog=f"pnpo-megatron {arguments.command}")
-    module.add_arguments(parser)
-    getattr(module, f"{name}_command")(parser.parse_args(words))
-    return DONE
-
-
-def _doctor(arguments: argparse.Namespace, words: Sequence[str]) -> int:
-    from pnpo_megatron.planning.doctor import doctor_command
-
-    return doctor_command(words)
-
-
-def _serve(arguments: argparse.Namespace, words: Sequence[str]) -> int:
-    from pnpo_megatron.serve import serve_command
-
-    serve_command(words)
-    return DONE
-
-
-def _compare(arguments: argparse.Namespace, words: Sequence[str]) -> int:
-    from pnpo_megatron.study import compare_command
-
-    return DONE if compare_command(words) else STOPPED_EARLY
+def _elsewhere(arguments: argparse.Namespace, words: Sequence[str]) -> int:
+    module = importlib.import_module(f"pnpo_megatron.{COMMANDS[arguments.command][0]}")
+    return int(module.main(words))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -177,14 +147,8 @@ def _parser() -> argparse.ArgumentParser:
     score.add_argument("--out", type=Path, help="folder for scores and samples; default runs/eval/MODEL")
     score.add_argument("--overwrite", action="store_true", help="replace scores of other settings in --out")
     score.set_defaults(run=_eval)
-    compare = commands.add_parser("compare", help="settings x seeds at one budget of updates", add_help=False)
-    compare.set_defaults(run=_compare)
-    serve = commands.add_parser("serve", help="one vLLM server for rollouts on this node", add_help=False)
-    serve.set_defaults(run=_serve)
-    doctor = commands.add_parser("doctor", help="versions; whether a job fits a cluster", add_help=False)
-    doctor.set_defaults(run=_doctor)
-    for name, words in INSTRUMENTS.items():
-        commands.add_parser(name, help=words, add_help=False).set_defaults(run=_instrument)
+    for name, (_, words) in COMMANDS.items():
+        commands.add_parser(name, help=words, add_help=False).set_defaults(run=_elsewhere)
     return parser
 
 

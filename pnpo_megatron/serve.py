@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 
@@ -24,7 +24,7 @@ LOOPBACK = "127.0.0.1"
 Device: TypeAlias = Literal["cpu", "cuda"]
 
 
-def serve_command(words: Sequence[str]) -> None:
+def main(words: Sequence[str]) -> NoReturn:
     """Replace this process by the server; what follows ``--`` goes to vLLM as it stands."""
     cut = list(words).index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(
@@ -99,4 +99,4 @@ def default_cache_bytes() -> int:
 
 
 if __name__ == "__main__":
-    serve_command(sys.argv[1:])
+    main(sys.argv[1:])

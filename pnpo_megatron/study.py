@@ -42,7 +42,7 @@ from pnpo_megatron.algorithm.presets import OBJECTIVE_KEYS
 from pnpo_megatron.analysis.compare import headings, joined, markdown, rows_of, run_result, write_results
 from pnpo_megatron.analysis.report import flatten
 from pnpo_megatron.config import Config, load_config
-from pnpo_megatron.errors import ConfigError, RolloutError, TrainingFaultError
+from pnpo_megatron.errors import DONE, STOPPED_EARLY, ConfigError, RolloutError, TrainingFaultError
 from pnpo_megatron.resume import is_complete
 
 KEYS = {"config", "folder", "updates", "evaluate_every", "seeds", "settings"}
@@ -265,16 +265,11 @@ class Engines:
                 signal.signal(number, signal.SIG_DFL)  # the run's own handler would now wait for nothing
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``compare``."""
-    parser.add_argument("study", type=Path, metavar="STUDY.toml")
-    parser.add_argument("--worker", action="store_true", help="only help with the queue; write no table")
-
-
-def compare_command(words: Sequence[str]) -> bool:
-    """The command line; False when it was stopped early."""
+def main(words: Sequence[str]) -> int:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="pnpo-megatron compare", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    add_arguments(parser)
+    parser.add_argument("study", type=Path, metavar="STUDY.toml")
+    parser.add_argument("--worker", action="store_true", help="only help with the queue; write no table")
     arguments = parser.parse_args(words)
-    return compare_study(arguments.study, worker=arguments.worker)
+    return DONE if compare_study(arguments.study, worker=arguments.worker) else STOPPED_EARLY

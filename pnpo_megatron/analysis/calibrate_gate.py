@@ -25,25 +25,23 @@ from pnpo_megatron.analysis.calibrate import (
 )
 from pnpo_megatron.analysis.run_folder import RunFolder, read_run
 from pnpo_megatron.analysis.token_dump import TokenDump, read_tokens
-from pnpo_megatron.errors import ConfigError, DataError
+from pnpo_megatron.errors import DONE, ConfigError, DataError
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``calibrate-gate``."""
-    parser.add_argument(
-        "run", metavar="RUN", help="run folder with tokens/, written by train --dump-tokens STEP"
-    )
-    parser.add_argument("--acceptance", type=float, default=0.95, help="share of tokens to keep (0.95)")
-    parser.add_argument("--step", type=int, help="which dumped step (default: the newest)")
-
-
-def calibrate_gate_command(arguments: argparse.Namespace) -> None:
+def main(words: Sequence[str]) -> int:
     """Print what was measured in every epoch and recommend the last epoch's tolerances.
 
     Raises:
         ConfigError: an acceptance outside (0, 1), or a step that was not dumped.
         DataError: no token dump.
     """
+    parser = argparse.ArgumentParser(prog="pnpo-megatron calibrate-gate")
+    parser.add_argument(
+        "run", metavar="RUN", help="run folder with tokens/, written by train --dump-tokens STEP"
+    )
+    parser.add_argument("--acceptance", type=float, default=0.95, help="share of tokens to keep (0.95)")
+    parser.add_argument("--step", type=int, help="which dumped step (default: the newest)")
+    arguments = parser.parse_args(words)
     wanted = arguments.acceptance
     if not 0.0 < wanted < 1.0:
         raise ConfigError(f"--acceptance {wanted}: expected a share between 0 and 1, e.g. --acceptance 0.95")
@@ -54,6 +52,7 @@ def calibrate_gate_command(arguments: argparse.Namespace) -> None:
     console.print(gate_sentence(gate))
     print_epochs(epochs, gate, wanted, console)
     print_recommendation(epochs[-1], wanted, console)
+    return DONE
 
 
 def run_gate(run: RunFolder) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +12,30 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from pnpo_megatron.errors import DataError
-from pnpo_megatron.eval.avg_at_k import Difference, macro_difference, paired_difference, problem_means
-from pnpo_megatron.eval.results import percent
+from pnpo_megatron.errors import DONE, DataError
+from pnpo_megatron.eval.avg_at_k import (
+    Difference,
+    macro_difference,
+    paired_difference,
+    percent,
+    problem_means,
+)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``compare-eval``."""
+def main(words: Sequence[str]) -> int:
+    """Print Avg@k of both and the mean of per-problem differences, with its 95 % interval."""
+    parser = argparse.ArgumentParser(prog="pnpo-megatron compare-eval")
     parser.add_argument("before", type=Path, help="result file (step_NNNNNN.json) of `eval` or of a run")
     parser.add_argument("after", type=Path, help="the other one, on the same problems")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-
-
-def compare_eval_command(arguments: argparse.Namespace) -> None:
-    """Print Avg@k of both and the mean of per-problem differences, with its 95 % interval."""
+    arguments = parser.parse_args(words)
     before, after = read_result(arguments.before), read_result(arguments.after)
     differences = compare(before, after)
     if arguments.json:
         print(json.dumps({name: vars(value) for name, value in differences.items()}, indent=1))
     else:
         Console(highlight=False, soft_wrap=True).print(_table(before, after, differences))
+    return DONE
 
 
 def read_result(path: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from pnpo_megatron.analysis.reuse import (
 )
 from pnpo_megatron.analysis.reuse_tax import reuse_taxes
 from pnpo_megatron.analysis.run_folder import Row, RunFolder, number, read_run
-from pnpo_megatron.errors import ConfigError
+from pnpo_megatron.errors import DONE, ConfigError
 
 ONCE_A_BATCH = ("generate", "reward", "logprobs", "sync")
 """Timers `time/NAME_s` of the first update row of a step; together they are G."""
@@ -41,8 +41,14 @@ class Budget:
     """Responses in a rollout batch."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``plan-reuse``."""
+def main(words: Sequence[str]) -> int:
+    """Print the split, the regimes and the recommended K.
+
+    Raises:
+        ConfigError: nothing to read, times that no split explains, or runs that cannot be compared.
+        DataError: a folder without metrics.
+    """
+    parser = argparse.ArgumentParser(prog="pnpo-megatron plan-reuse")
     parser.add_argument(
         "runs",
         nargs="*",
@@ -62,15 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--overlapped", action="store_true", help="generation runs beside training: max(G, K*T)"
     )
-
-
-def plan_reuse_command(arguments: argparse.Namespace) -> None:
-    """Print the split, the regimes and the recommended K.
-
-    Raises:
-        ConfigError: nothing to read, times that no split explains, or runs that cannot be compared.
-        DataError: a folder without metrics.
-    """
+    arguments = parser.parse_args(words)
     runs = [read_run(path) for path in arguments.runs]
     if arguments.step_seconds:
         cost = split_step_cost(parse_step_seconds(arguments.step_seconds), overlapped=arguments.overlapped)
@@ -81,6 +79,7 @@ def plan_reuse_command(arguments: argparse.Namespace) -> None:
     budget = plan_budget(runs[0] if runs else None, arguments)
     tax, remarks = reuse_taxes(runs)
     print_plan(cost, budget, tax, remarks, Console(highlight=False, soft_wrap=True))
+    return DONE
 
 
 def parse_step_seconds(items: Sequence[str]) -> dict[int, float]:

@@ -23,25 +23,25 @@ from pnpo_megatron.analysis.series import (
 )
 from pnpo_megatron.analysis.token_dump import read_tokens
 from pnpo_megatron.durable import write_text_whole
+from pnpo_megatron.errors import DONE
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``report``."""
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders; several are compared")
-    parser.add_argument("--out", type=Path, help="the page to write (default: report.html in the first run)")
-
-
-def report_command(arguments: argparse.Namespace) -> None:
+def main(words: Sequence[str]) -> int:
     """Write the page and print where it is.
 
     Raises:
         DataError: a folder without metrics.
     """
+    parser = argparse.ArgumentParser(prog="pnpo-megatron report")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders; several are compared")
+    parser.add_argument("--out", type=Path, help="the page to write (default: report.html in the first run)")
+    arguments = parser.parse_args(words)
     runs = [read_run(path) for path in arguments.runs]
     out: Path = arguments.out or runs[0].path / "report.html"
     out.parent.mkdir(parents=True, exist_ok=True)
     write_text_whole(out, build_page(runs))
     print(out)
+    return DONE
 
 
 def build_page(runs: Sequence[RunFolder]) -> str:

@@ -109,6 +109,11 @@ def problem_means(correct: Sequence[Sequence[bool | float]], k: int) -> list[flo
     return [fmean(samples) for samples in correct]
 
 
+def percent(value: float | None, sign: str = "") -> str:
+    """In per cent, with one digit; a dash where there is no number."""
+    return "-" if value is None or math.isnan(value) else f"{100 * value:{sign}.1f}"
+
+
 def _stderr(values: Sequence[float]) -> float:
     """Sample standard deviation over sqrt(n); unknown, so NaN, for one value."""
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pnpo_megatron.durable import write_text_whole
-from pnpo_megatron.eval.avg_at_k import Score, avg_at_k, macro_mean, pass_at_k
+from pnpo_megatron.eval.avg_at_k import Score, avg_at_k, macro_mean, pass_at_k, percent
 
 
 @dataclass(frozen=True)
@@ -171,11 +171,6 @@ def print_table(found: Mapping[str, Any], console: Console | None = None) -> Non
     table.add_section()
     table.add_row("macro", "", "", percent(found["macro"]["mean"]), percent(found["macro"]["stderr"]))
     (console or Console(soft_wrap=True)).print(table)
-
-
-def percent(value: float | None, sign: str = "") -> str:
-    """In per cent, with one digit; a dash where there is no number."""
-    return "-" if value is None or math.isnan(value) else f"{100 * value:{sign}.1f}"
 
 
 def _jsonable(values: dict[str, float]) -> dict[str, float | None]:

@@ -34,7 +34,7 @@ PACKAGES = (
 SCALES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
-def doctor_command(words: Sequence[str]) -> int:
+def main(words: Sequence[str]) -> int:
     """Print versions and devices, and with a configuration its plan; 0 fits, 2 does not."""
     parser = argparse.ArgumentParser(
         prog="pnpo-megatron doctor",

@@ -45,7 +45,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     def run(*words: str) -> tuple[list[str], dict[str, str]]:
         with pytest.raises(Started) as started:
-            serve.serve_command([str(tmp_path / "config.toml"), *words])
+            serve.main([str(tmp_path / "config.toml"), *words])
         return started.value.args
 
     return run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -14,9 +13,8 @@ from synthetic import counted_acceptance, dumped_by_hand, flat_arrays, noisy_min
 from pnpo_megatron.algorithm.weights import WEIGHTS, prefix_ratio
 from pnpo_megatron.analysis.calibrate import Tokens, calibrate, excess, weighted_quantiles
 from pnpo_megatron.analysis.calibrate_gate import (
-    add_arguments,
-    calibrate_gate_command,
     epoch_tokens,
+    main,
     run_gate,
     step_dumps,
 )
@@ -142,9 +140,7 @@ def test_a_run_with_a_clip_gate_is_calibrated_for_pnpos_weight(tmp_path):
 
 
 def run_command(run, *words):
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    calibrate_gate_command(parser.parse_args([str(run), *words]))
+    main([str(run), *words])
 
 
 def test_the_command_prints_every_epoch_and_recommends_the_last(tmp_path, capsys):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
@@ -12,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 from synthetic_run import write_synthetic_run
 
-from pnpo_megatron.analysis.report import add_arguments, build_page, labels, report_command
+from pnpo_megatron.analysis.report import build_page, labels, main
 from pnpo_megatron.analysis.run_folder import read_run
 from pnpo_megatron.analysis.series import LONGEST, Line, by_lag, rejected_by_epoch_and_position, thinned
 from pnpo_megatron.errors import DataError
@@ -158,15 +157,13 @@ def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path):
 def test_the_command_writes_the_page_into_the_first_run_or_where_it_is_told(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("")
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
     out = tmp_path / "new" / "page.html"
-    report_command(parser.parse_args([str(tmp_path / "run")]))
-    report_command(parser.parse_args([str(tmp_path / "run"), "--out", str(out)]))
+    main([str(tmp_path / "run")])
+    main([str(tmp_path / "run"), "--out", str(out)])
     assert (tmp_path / "run" / "report.html").read_text() == out.read_text()
     assert capsys.readouterr().out.splitlines() == [str(tmp_path / "run" / "report.html"), str(out)]
     with pytest.raises(DataError, match=r"metrics\.jsonl: no such file"):
-        report_command(parser.parse_args([str(tmp_path)]))
+        main([str(tmp_path)])
 
 
 def test_the_heat_map_holds_means_by_epoch_and_position(runs):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 
@@ -11,10 +10,9 @@ from rich.console import Console
 
 from pnpo_megatron.analysis.plan_reuse import (
     Budget,
-    add_arguments,
+    main,
     measured_cost,
     parse_step_seconds,
-    plan_reuse_command,
     print_plan,
 )
 from pnpo_megatron.analysis.reuse import ReuseTax, StepCost, recommend, regime, split_step_cost
@@ -112,14 +110,8 @@ def test_step_seconds_that_cannot_be_read_name_themselves(items):
         parse_step_seconds(items)
 
 
-def arguments(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return parser.parse_args(words)
-
-
 def test_the_command_prints_the_notes_numbers(capsys):
-    plan_reuse_command(arguments("--step-seconds", "1=283", "4=510"))
+    main(["--step-seconds", "1=283", "4=510"])
     printed = capsys.readouterr().out
     for expected in (
         "207.3 s",
@@ -218,7 +210,7 @@ def test_a_line_still_being_written_is_left_out_and_a_broken_one_is_named(tmp_pa
 )
 def test_unusable_input_is_the_users_error(words):
     with pytest.raises(UserError):
-        plan_reuse_command(arguments(*words))
+        main(words)
 
 
 def evaluated(run, correct, update=None):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 from test_evaluate import SAMPLING, FakeSampler, benchmark, maths
 
-from pnpo_megatron.analysis.compare_eval import compare, compare_eval_command, read_result
+from pnpo_megatron.analysis.compare_eval import compare, main, read_result
 from pnpo_megatron.errors import ConfigError, DataError
 from pnpo_megatron.eval.evaluate import evaluate
 from pnpo_megatron.eval.overlap import DAPO_MATH_17K, in_dapo_math_17k, in_prompts, warning
@@ -137,7 +136,7 @@ def test_two_results_are_compared_problem_by_problem_by_hand(
     assert (macro.low95, macro.high95) == pytest.approx(
         (0.375 - 1.95996 * stderr, 0.375 + 1.95996 * stderr), 1e-5
     )
-    compare_eval_command(Namespace(before=old, after=new, json=False))
+    main([str(old), str(new)])
     assert "+37.5" in capsys.readouterr().out
 
 
