@@ -18,10 +18,10 @@ from pathlib import Path
 
 from measure import Bound, Row, options, report
 
-from pnpo_megatron.rollout.messages import EngineSettings
 from pnpo_megatron.rollout.requests import make_request
+from pnpo_megatron.rollout.settings import EngineSettings, SamplerSettings
 from pnpo_megatron.rollout.vllm_sampler import VllmSampler
-from pnpo_megatron.rollout.vllm_worker import engine_arguments, sampling_params
+from pnpo_megatron.rollout.vllm_worker import sampling_params
 from pnpo_megatron.types import Prompt, Sampling
 
 GROUP = 8
@@ -51,6 +51,11 @@ def random_model(folder: Path) -> Path:
     return folder
 
 
+def engine_of(folder: Path) -> EngineSettings:
+    """The same for both."""
+    return EngineSettings(str(folder), "float32", max_model_len=CONTEXT, kv_cache_memory_bytes=CACHE_BYTES)
+
+
 class RawEngine:
     """``vllm.LLM`` in this process with the sampler's own engine and sampling arguments."""
 
@@ -59,19 +64,7 @@ class RawEngine:
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1"}
         from vllm import LLM
 
-        settings = EngineSettings(
-            sleep_mode=False,
-            model_folder=str(folder),
-            dtype="float32",
-            max_model_len=CONTEXT,
-            kv_cache_memory_bytes=CACHE_BYTES,
-            max_num_seqs=256,
-            max_num_batched_tokens=4096,
-            chunked_prefill=False,
-            enforce_eager=True,
-            float32_head=False,
-        )
-        self._llm = LLM(**engine_arguments(settings))
+        self._llm = LLM(**engine_of(folder).arguments())
 
     def run(self, prompts: list[Prompt]) -> int:
         """Generate for all prompts; response tokens."""
@@ -145,15 +138,8 @@ def main() -> None:
     prompts = [Prompt(f"p{i}", prompt, "") for i, prompt in enumerate(ids)]
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or random_model(Path(folder))
-        with VllmSampler(
-            model,
-            dtype="float32",
-            max_model_len=CONTEXT,
-            kv_cache_memory_bytes=CACHE_BYTES,
-            decode=str,
-            log_path=Path(folder) / "worker.log",
-            initial_version=0,
-        ) as sampler:
+        settings = SamplerSettings(engine_of(model), str, initial_version=0)
+        with VllmSampler(settings, log_path=Path(folder) / "worker.log") as sampler:
             raw, other = RawEngine(model, sampling), Transformers(model, sampling)
             sampler.wait_ready()
             runs = {

@@ -14,18 +14,17 @@ import statistics
 import tempfile
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import torch
 from measure import Bound, Row, options, report, take_turns
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pnpo_megatron.rollout.vllm_sampler import VllmSampler, engine_settings
+from pnpo_megatron.rollout.settings import EngineSettings, SamplerSettings
+from pnpo_megatron.rollout.vllm_sampler import VllmSampler
 from pnpo_megatron.rollout.vllm_worker import build_engine, replace_weights
 
 COPIES = 4
-ENGINE: dict[str, Any] = {"max_model_len": 64, "kv_cache_memory_bytes": 32 * 2**20}
 DEFAULT = Path(__file__).parents[1] / "examples" / "smollm2_cpu" / "model"
 
 
@@ -35,9 +34,10 @@ def measure(folder: Path, dtype: str, rounds: int, log: Path) -> tuple[Row, Boun
     for path in sorted(folder.glob("*.safetensors")):
         tensors |= {name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(path).items()}
     target = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-    engine = build_engine(engine_settings(folder, dtype=dtype, **ENGINE))
+    settings = EngineSettings(str(folder), dtype, max_model_len=64, kv_cache_memory_bytes=32 * 2**20)
+    engine = build_engine(settings)
     version = count(1)
-    with VllmSampler(folder, dtype=dtype, decode=str, log_path=log, initial_version=0, **ENGINE) as sampler:
+    with VllmSampler(SamplerSettings(settings, str, initial_version=0), log_path=log) as sampler:
         sampler.wait_ready()
         seconds = take_turns(
             {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,8 +25,9 @@ from pnpo_megatron.reward.pool import RewardPool
 from pnpo_megatron.rollout.colocation import Turns
 from pnpo_megatron.rollout.sampler import EngineSampler
 from pnpo_megatron.rollout.server_sampler import ServerSampler
+from pnpo_megatron.rollout.settings import SamplerSettings
 from pnpo_megatron.rollout.vllm_sampler import VllmSampler
-from pnpo_megatron.serve import engine_options
+from pnpo_megatron.serve import engine_settings
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -160,27 +161,19 @@ def _memory_overrides(config: Config) -> dict[str, Any]:
 
 def start_sampler(config: Config, inputs: Inputs) -> EngineSampler:
     """The engine, starting in the background, or the servers."""
-    rollout, options = config.rollout, engine_options(config)
-    common: dict[str, Any] = {
-        "decode": lambda ids: str(inputs.tokenizer.decode(ids, skip_special_tokens=True)),
-        "start_timeout_s": rollout.start_timeout_s,
-        "generate_timeout_s": rollout.generate_timeout_s,
-        "sync_timeout_s": rollout.sync_timeout_s,
-        "stream": rollout.weight_transfer != "auto",
-    }
-    if rollout.engine == "server":
-        limits = {key: options[key] for key in ("dtype", "max_model_len", "max_num_seqs", "routes")}
-        return ServerSampler(inputs.folder.path, rollout.servers, **limits, **common)
-    return VllmSampler(
-        inputs.folder.path,
-        log_path=config.run.folder / "engine.log",
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        threads=rollout.threads,
+    rollout = config.rollout
+    settings = SamplerSettings(
+        replace(engine_settings(config), sleep_mode=rollout.colocated),
+        decode=lambda ids: str(inputs.tokenizer.decode(ids, skip_special_tokens=True)),
+        start_timeout_s=rollout.start_timeout_s,
+        generate_timeout_s=rollout.generate_timeout_s,
+        sync_timeout_s=rollout.sync_timeout_s,
         restarts=rollout.restarts,
-        sleep_mode=rollout.colocated,
-        **options,
-        **common,
+        stream=rollout.weight_transfer != "auto",
     )
+    if rollout.engine == "server":
+        return ServerSampler(settings, rollout.servers)
+    return VllmSampler(settings, log_path=config.run.folder / "engine.log", threads=rollout.threads)
 
 
 def start_rewards(config: Config) -> RewardPool:

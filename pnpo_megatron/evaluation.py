@@ -27,6 +27,7 @@ from pnpo_megatron.eval.results import EvalResult, print_table
 from pnpo_megatron.reward.pool import RewardPool
 from pnpo_megatron.rollout.sampler import EngineSampler
 from pnpo_megatron.rollout.server_sampler import ServerSampler
+from pnpo_megatron.rollout.settings import EngineSettings, SamplerSettings
 from pnpo_megatron.rollout.stop_tokens import read_stop_token_ids
 from pnpo_megatron.rollout.vllm_sampler import VllmSampler
 from pnpo_megatron.serve import default_cache_bytes
@@ -123,24 +124,23 @@ def _sample(
             f"--max-prompt-tokens + --max-response-tokens = {longest} exceeds the model's "
             f"{folder.architecture.max_positions} positions; use less"
         )
-    common: dict[str, Any] = {
-        "dtype": arguments.dtype,
-        "max_model_len": longest,
-        "decode": lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
-    }
-    sampler: EngineSampler
-    if servers := _servers(arguments.servers):
-        sampler = ServerSampler(folder.path, servers, **common)
-    else:
-        sampler = VllmSampler(
-            folder.path,
-            kv_cache_memory_bytes=arguments.kv_cache_bytes or default_cache_bytes(),
-            log_path=out / "engine.log",
-            enforce_eager=not torch.cuda.is_available(),
-            device="cuda" if torch.cuda.is_available() else "cpu",
-            initial_version=0,
-            **common,
-        )
+    on_gpu, servers = torch.cuda.is_available(), _servers(arguments.servers)
+    engine = EngineSettings(
+        str(folder.path),
+        arguments.dtype,
+        max_model_len=longest,
+        kv_cache_memory_bytes=arguments.kv_cache_bytes or default_cache_bytes(),
+        enforce_eager=not on_gpu,
+        device="cuda" if on_gpu else "cpu",
+    )
+    settings = SamplerSettings(
+        engine,
+        decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+        initial_version=None if servers else 0,
+    )
+    sampler: EngineSampler = (
+        ServerSampler(settings, servers) if servers else VllmSampler(settings, log_path=out / "engine.log")
+    )
     with sampler, RewardPool(arguments.reward) as rewards:
         if servers:  # whatever they hold; the architecture must be theirs
             names = hf_shapes(folder.architecture)

@@ -8,20 +8,18 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import torch
 
 from pnpo_megatron.config import Config, load_config
 from pnpo_megatron.config.rollouts import CPU_CACHE_BYTES, GPU_CACHE_BYTES
-from pnpo_megatron.rollout.vllm_sampler import engine_settings
-from pnpo_megatron.rollout.vllm_worker import engine_arguments
+from pnpo_megatron.rollout.settings import EngineSettings
 from pnpo_megatron.rollout.weight_network import BACKEND, SERVER_PID
 from pnpo_megatron.rollout.worker_process import worker_environment
 
 LOG = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
-Device: TypeAlias = Literal["cpu", "cuda"]
 
 
 def main(words: Sequence[str]) -> NoReturn:
@@ -37,21 +35,20 @@ def main(words: Sequence[str]) -> NoReturn:
     parser.add_argument("--host", default=LOOPBACK, help="address to listen on; default: this machine only")
     arguments, overrides = parser.parse_known_args(words[:cut])
     config = load_config(arguments.config, overrides)
-    device: Device = "cuda" if torch.cuda.is_available() else "cpu"
-    command = server_command(config, arguments.host, arguments.port, device) + list(words[cut + 1 :])
+    engine = engine_settings(config)
+    command = server_command(engine, arguments.host, arguments.port) + list(words[cut + 1 :])
     if arguments.host != LOOPBACK:
         LOG.warning(
             "whoever reaches %s:%d can use and change this server: it asks for no password",
             arguments.host,
             arguments.port,
         )
-    os.execve(command[0], command, server_environment(device, config.rollout.threads))
+    os.execve(command[0], command, server_environment(engine.device, config.rollout.threads))
 
 
-def server_command(config: Config, host: str, port: int, device: Device) -> list[str]:
+def server_command(engine: EngineSettings, host: str, port: int) -> list[str]:
     """vLLM's own server with the engine that the child process would have, and our weight transfer."""
-    arguments = engine_arguments(engine_settings(config.model.hf, device=device, **engine_options(config)))
-    arguments |= {
+    arguments = engine.arguments() | {
         "host": host,
         "port": port,
         "enable_scale_out": True,  # the routes that take and give token ids
@@ -69,7 +66,7 @@ def _flag(name: str, value: Any) -> list[str]:
     return [f"--{option}", json.dumps(value) if isinstance(value, dict) else str(value)]
 
 
-def server_environment(device: Device, threads: int) -> dict[str, str]:
+def server_environment(device: str, threads: int) -> dict[str, str]:
     """The worker's, but for what a server needs: its routes for weights, and a core process of its own."""
     environment = worker_environment(device, threads) | {"VLLM_SERVER_DEV_MODE": "1"}
     environment[SERVER_PID] = str(os.getpid())  # execve keeps it
@@ -79,18 +76,20 @@ def server_environment(device: Device, threads: int) -> dict[str, str]:
     return environment
 
 
-def engine_options(config: Config) -> dict[str, Any]:
-    """What the configuration says about an engine, wherever it runs: arguments of `engine_settings`."""
+def engine_settings(config: Config) -> EngineSettings:
+    """What the configuration says about an engine, wherever it runs."""
     rollout, on_gpu = config.rollout, torch.cuda.is_available()
     longest = max(rollout.max_response_tokens, config.eval.max_response_tokens or 0)
-    return {
-        "dtype": config.model.dtype,
-        "max_model_len": rollout.max_prompt_tokens + longest,
-        "kv_cache_memory_bytes": rollout.kv_cache_bytes or default_cache_bytes(),
-        "max_num_seqs": rollout.max_num_seqs,
-        "enforce_eager": not on_gpu if rollout.enforce_eager is None else rollout.enforce_eager,
-        "routes": config.model.router_replay == "rollout",
-    }
+    return EngineSettings(
+        str(config.model.hf),
+        config.model.dtype,
+        max_model_len=rollout.max_prompt_tokens + longest,
+        kv_cache_memory_bytes=rollout.kv_cache_bytes or default_cache_bytes(),
+        max_num_seqs=rollout.max_num_seqs,
+        enforce_eager=not on_gpu if rollout.enforce_eager is None else rollout.enforce_eager,
+        device="cuda" if on_gpu else "cpu",
+        routes=config.model.router_replay == "rollout",
+    )
 
 
 def default_cache_bytes() -> int:

@@ -13,26 +13,6 @@ from pnpo_megatron.types import Sampling
 
 
 @dataclass(frozen=True)
-class EngineSettings:
-    """All that the worker needs to build its engine."""
-
-    model_folder: str
-    dtype: str
-    max_model_len: int
-    kv_cache_memory_bytes: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    chunked_prefill: bool
-    enforce_eager: bool
-    sleep_mode: bool
-    """The engine can give its memory back (`Sleep`); GPUs only."""
-    float32_head: bool
-    """Multiply hidden states and head in float32 (GPU.md 6)."""
-    routes: bool = False
-    """Return the experts that every token was sent to."""
-
-
-@dataclass(frozen=True)
 class PromptRequest:
     """One prompt and the seeds of its responses."""
 

@@ -33,13 +33,16 @@ from pnpo_megatron.rollout.messages import (
     PromptRequest,
     Ready,
     Reply,
+    Sleep,
     StreamWeights,
     TensorEntry,
+    Wake,
     WeightBucket,
     WeightsLoaded,
     WorkerError,
 )
 from pnpo_megatron.rollout.requests import check_call, make_request, refusal, unpack_group
+from pnpo_megatron.rollout.settings import SamplerSettings
 from pnpo_megatron.rollout.weight_stream import buckets
 from pnpo_megatron.rollout.weight_transfer import WeightSender
 from pnpo_megatron.rollout.worker_process import WorkerDied
@@ -69,46 +72,23 @@ class Worker(Protocol):
 class EngineSampler(ABC):
     """Generates with engines elsewhere, which start at once and in the background."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        max_model_len: int,
-        decode: Callable[[Sequence[int]], str],
-        initial_version: int | None = None,
-        start_timeout_s: float = 600.0,
-        generate_timeout_s: float = 3600.0,
-        sync_timeout_s: float = 600.0,
-        restarts: int = 0,
-        stream: bool = False,
-    ) -> None:
+    def __init__(self, settings: SamplerSettings) -> None:
         """Check the folder and connect; `wait_ready` (or the first use) waits for the engines.
-
-        Args:
-            folder: HF folder with config.json and safetensors files.
-            max_model_len: prompt and response tokens of one sequence.
-            decode: response ids to text, for rewards and people.
-            initial_version: version of the folder's own weights; None refuses generation until a sync.
-            start_timeout_s, generate_timeout_s, sync_timeout_s: seconds allowed for each.
-            restarts: times that a worker which dies is replaced within one call.
-            stream: weights go from GPU to GPU, in buckets, and not through host memory; no restarts then.
 
         Raises:
             ConfigError: the folder cannot be sampled from with these settings.
         """
-        architecture = HfFolder(folder).architecture
-        self._vocab_size, self._max_model_len = architecture.vocab, max_model_len
-        if max_model_len > (positions := architecture.max_positions):
+        engine = settings.engine
+        architecture = HfFolder(Path(engine.model_folder)).architecture
+        if engine.max_model_len > architecture.max_positions:
             raise ConfigError(
-                f"max_model_len = {max_model_len}: {folder} has {positions} positions; use at most that"
+                f"max_model_len = {engine.max_model_len}: {engine.model_folder} has "
+                f"{architecture.max_positions} positions; use at most that"
             )
-        self._decode, self.version, self._ready = decode, initial_version, False
-        self.start_timeout_s, self.generate_timeout_s, self.sync_timeout_s = (
-            start_timeout_s,
-            generate_timeout_s,
-            sync_timeout_s,
-        )
-        self._restarts, self._streams, self._calls = 0 if stream else restarts, stream, 0
+        self.settings, self._vocab_size = settings, architecture.vocab
+        self.version = settings.initial_version
+        self._restarts = 0 if settings.stream else settings.restarts
+        self._calls, self._ready = 0, False
         self._weights: tuple[int, tuple[TensorEntry, ...], int] | None = None  # in the sender's buffer
         self._holds_weights = False  # the worker, of that version
         self._open_call: int | None = None  # generating, and not yet read to its end
@@ -124,8 +104,8 @@ class EngineSampler(ABC):
     def wait_ready(self) -> None:
         """Wait until the engine can take requests, at most start_timeout_s after the start."""
         if not self._ready:
-            waiting_for = f"the engine to start ({self.start_timeout_s:g} s, start_timeout_s)"
-            reply = self._worker.receive(self._started + self.start_timeout_s, waiting_for)
+            waiting_for = f"the engine to start ({self.settings.start_timeout_s:g} s, start_timeout_s)"
+            reply = self._worker.receive(self._started + self.settings.start_timeout_s, waiting_for)
             if not isinstance(reply, Ready):
                 raise RolloutError(f"the rollout worker answered {type(reply).__name__} before it was ready")
             LOG.info("engine ready: vLLM %s, %.1f s", reply.engine_version, reply.seconds)
@@ -138,7 +118,7 @@ class EngineSampler(ABC):
             RolloutError: the set of tensors is not the model's, one is not finite, or the engine failed.
         """
         self.wait_ready()
-        if self._streams:
+        if self.settings.stream:
             entries = self._stream_weights(tensors, version)
         else:
             entries, nbytes = self._sender.write(tensors)
@@ -169,7 +149,8 @@ class EngineSampler(ABC):
                 "the engine holds no weights of a known version: call load_weights before generate"
             )
         check_call(prompts, group_size, sampling)
-        reasons = [refusal(prompt, sampling, self._vocab_size, self._max_model_len) for prompt in prompts]
+        longest = self.settings.engine.max_model_len
+        reasons = [refusal(prompt, sampling, self._vocab_size, longest) for prompt in prompts]
         judged = list(zip(prompts, reasons, strict=True))
         self.failures = {prompt.id: reason for prompt, reason in judged if reason}
         requests = tuple(
@@ -238,22 +219,25 @@ class EngineSampler(ABC):
         self._drop_open_call()
         self.version, call = None, self._next_call()
         sent: list[TensorEntry] = []
-        self._sync_reply(StreamWeights(call, version), version)
+        self._obeyed(StreamWeights(call, version), _loading(version))
         for entries, packed in buckets(tensors, self._sender.expected):
-            self._sync_reply(WeightBucket(call, entries, self._lend(packed)), version)
+            self._obeyed(WeightBucket(call, entries, self._lend(packed)), _loading(version))
             sent += entries
         self._check_loaded(WeightBucket(call, (), None), version, len(sent))
         return tuple(sent)
 
     def _check_loaded(self, command: LoadWeights | WeightBucket, version: int, tensors: int) -> None:
-        reply = self._sync_reply(command, version)
+        reply = self._obeyed(command, _loading(version))
         if not isinstance(reply, WeightsLoaded) or (reply.version, reply.tensors) != (version, tensors):
             raise RolloutError(f"weight sync: the worker answered {reply}, expected version {version}")
 
-    def _sync_reply(self, command: LoadWeights | StreamWeights | WeightBucket, version: int) -> Reply:
+    def _obeyed(
+        self, command: LoadWeights | StreamWeights | WeightBucket | Sleep | Wake, waiting_for: str
+    ) -> Reply:
         self._worker.send(command)
-        waiting_for = f"weights of version {version} to load ({self.sync_timeout_s:g} s, sync_timeout_s)"
-        return self._reply_to(command.call, time.monotonic() + self.sync_timeout_s, waiting_for)
+        limit = self.settings.sync_timeout_s
+        waiting_for = f"{waiting_for} ({limit:g} s, sync_timeout_s)"
+        return self._reply_to(command.call, time.monotonic() + limit, waiting_for)
 
     def _ask(self, requests: tuple[PromptRequest, ...], sampling: Sampling) -> int:
         """Start generating; the number of the call."""
@@ -271,7 +255,7 @@ class EngineSampler(ABC):
         sampling: Sampling,
     ) -> Iterator[RolloutGroup]:
         waiting = {request.index: request for request in requests}
-        deadline, restarts, done = time.monotonic() + self.generate_timeout_s, self._restarts, 0
+        deadline, restarts, done = time.monotonic() + self.settings.generate_timeout_s, self._restarts, 0
         try:
             while True:
                 try:
@@ -283,7 +267,7 @@ class EngineSampler(ABC):
                     self._start_again(error)
                     # What is left is sampled with the same seeds, so to the same tokens.
                     call = self._ask(tuple(waiting.values()), sampling)
-                    deadline = time.monotonic() + self.generate_timeout_s
+                    deadline = time.monotonic() + self.settings.generate_timeout_s
                     continue
                 if isinstance(reply, CallDone):
                     break
@@ -309,7 +293,7 @@ class EngineSampler(ABC):
             raise RolloutError(
                 "these responses were dropped: another generate or load_weights came before them"
             )
-        limit = f"{self.generate_timeout_s:g} s, generate_timeout_s"
+        limit = f"{self.settings.generate_timeout_s:g} s, generate_timeout_s"
         waiting_for = f"responses: {done} of {requested} prompts finished ({limit})"
         return self._reply_to(call, deadline, waiting_for)
 
@@ -320,7 +304,7 @@ class EngineSampler(ABC):
             raise RolloutError(
                 f"prompt {prompt.id}: sampled with version {reply.version}, expected {expected}"
             )
-        return unpack_group(reply, prompt, seeds, self.version, self._decode)
+        return unpack_group(reply, prompt, seeds, self.version, self.settings.decode)
 
     def _drop_open_call(self) -> None:
         call, self._open_call = self._open_call, None
@@ -343,3 +327,7 @@ class EngineSampler(ABC):
             if isinstance(reply, WorkerError):
                 raise RolloutError(f"while waiting for {waiting_for}, {reply.error}: {reply.message}")
             return reply
+
+
+def _loading(version: int) -> str:
+    return f"weights of version {version} to load"

@@ -15,6 +15,7 @@ from pydantic_core import from_json
 
 from pnpo_megatron.errors import ConfigError
 from pnpo_megatron.rollout.messages import GroupDone, PromptRequest, Response
+from pnpo_megatron.rollout.settings import EngineSettings
 from pnpo_megatron.rollout.vllm_worker import sampling_fields
 from pnpo_megatron.rollout.weight_network import BACKEND
 from pnpo_megatron.types import Sampling
@@ -64,20 +65,20 @@ class Server:
         """Raise ServerLost unless server and engine are well."""
         await self._ask("GET", "/health", HEALTH_S)
 
-    async def check_settings(self, dtype: str, max_model_len: int, routes: bool) -> str:
+    async def check_settings(self, engine: EngineSettings) -> str:
         """Its vLLM version, if it was started for this; ConfigError says what is wrong otherwise."""
         try:
             reply = await self._ask("GET", "/server_info", None, params={"config_format": "json"})
-            info, needed = reply["vllm_config"], NEEDED | {("model_config", "dtype"): f"torch.{dtype}"}
-            if routes:
+            info, needed = reply["vllm_config"], NEEDED | {("model_config", "dtype"): f"torch.{engine.dtype}"}
+            if engine.routes:
                 needed |= {("aux_output_config", "enable_return_routed_experts"): True}
             found = {key: info[key[0]][key[1]] for key in needed}
             longest = int(info["model_config"]["max_model_len"])
             version = str((await self._ask("GET", "/version", HEALTH_S))["version"])
             wrong = [f"{key[1]} = {found[key]!r} instead of {needed[key]!r}" for key in needed
                      if found[key] != needed[key]]  # fmt: skip
-            if longest < max_model_len:
-                wrong.append(f"max_model_len = {longest}, of which {max_model_len} are needed")
+            if longest < engine.max_model_len:
+                wrong.append(f"max_model_len = {longest}, of which {engine.max_model_len} are needed")
         except (ServerRefused, KeyError, TypeError, ValueError) as error:
             wrong, version = [f"settings that it does not tell ({error!r})"], ""
         if wrong:

@@ -42,6 +42,7 @@ from pnpo_megatron.rollout.messages import (
 )
 from pnpo_megatron.rollout.server_client import Server, ServerLost, ServerRefused
 from pnpo_megatron.rollout.server_stream import ServerStream
+from pnpo_megatron.rollout.settings import EngineSettings
 from pnpo_megatron.rollout.weight_network import WeightOffer
 from pnpo_megatron.rollout.worker_process import WorkerDied
 
@@ -62,29 +63,20 @@ class ServerFleet:
     """All servers as one worker."""
 
     def __init__(
-        self,
-        urls: Sequence[str],
-        weights_fd: int,
-        *,
-        dtype: str,
-        max_model_len: int,
-        max_num_seqs: int,
-        timeout_s: float,
-        routes: bool = False,
+        self, urls: Sequence[str], weights_fd: int, needed: EngineSettings, *, timeout_s: float
     ) -> None:
         """Start to look for the servers; Ready comes when all of them answer.
 
         Args:
             urls: `http://HOST:PORT` of each.
             weights_fd: the sender's buffer.
-            dtype, max_model_len, routes: what every server must have, take, and tell.
-            max_num_seqs: sequences that a server generates side by side; it is asked for a quarter more.
+            needed: what every server must have; it is asked for a quarter more than it generates at once.
             timeout_s: of each request of a weight sync.
         """
         _allow_many_connections()
         self._urls, self._weights_fd = urls, weights_fd
-        self._needed, self._timeout_s = (dtype, max_model_len, routes), timeout_s
-        self._queue_length = max_num_seqs + max_num_seqs // 4
+        self._needed, self._timeout_s = needed, timeout_s
+        self._queue_length = needed.max_num_seqs + needed.max_num_seqs // 4
         self._run = secrets.token_hex(4)  # a server that another run has sent weights to is noticed
         self._weights: tuple[str, int | None] = FOLDERS_OWN, None
         self._servers: list[Server] = []
@@ -183,7 +175,7 @@ class ServerFleet:
         while True:
             try:
                 await server.health()
-                version = await server.check_settings(*self._needed)
+                version = await server.check_settings(self._needed)
                 server.trouble = ""
                 return version
             except (ServerLost, ServerRefused) as error:
@@ -340,7 +332,7 @@ class ServerFleet:
         try:
             if server.gone.done():
                 await server.health()
-                await server.check_settings(*self._needed)
+                await server.check_settings(self._needed)
             end = await work(server)
         except (ServerLost, ServerRefused) as error:
             if isinstance(error, ServerRefused) or not await self._is_gone(server, error):

@@ -2,70 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from pnpo_megatron.rollout.sampler import EngineSampler, Worker
 from pnpo_megatron.rollout.server_fleet import ServerFleet
+from pnpo_megatron.rollout.settings import SamplerSettings
 
 
 class ServerSampler(EngineSampler):
-    """Generates with servers that somebody else starts and ends."""
+    """Generates with servers that somebody else starts, ends, and starts again."""
 
-    def __init__(
-        self,
-        model_folder: Path | str,
-        servers: Sequence[str],
-        *,
-        dtype: str,
-        max_model_len: int,
-        decode: Callable[[Sequence[int]], str],
-        max_num_seqs: int = 256,
-        routes: bool = False,
-        initial_version: int | None = None,
-        start_timeout_s: float = 600.0,
-        generate_timeout_s: float = 3600.0,
-        sync_timeout_s: float = 600.0,
-        stream: bool = False,
-    ) -> None:
-        """Look for the servers; `wait_ready` (or the first use) waits until all of them answer.
-
-        Args:
-            model_folder: the folder that they were started with.
-            servers: `http://HOST:PORT` of each.
-            dtype: the servers', e.g. "float32" or "bfloat16".
-            max_model_len, max_num_seqs: as the servers have them, or less.
-            routes: they have to tell the experts of every token.
-            decode, initial_version, start_timeout_s, generate_timeout_s, sync_timeout_s: as in EngineSampler.
-            stream: weights go by NCCL.
-
-        Raises:
-            ConfigError: the folder cannot be sampled from with these settings.
-        """
-        self._urls, self._dtype, self._max_num_seqs, self._routes = servers, dtype, max_num_seqs, routes
-        super().__init__(
-            Path(model_folder),
-            max_model_len=max_model_len,
-            decode=decode,
-            initial_version=initial_version,
-            start_timeout_s=start_timeout_s,
-            generate_timeout_s=generate_timeout_s,
-            sync_timeout_s=sync_timeout_s,
-            stream=stream,
-        )
+    def __init__(self, settings: SamplerSettings, servers: Sequence[str]) -> None:
+        """Look for the `servers`, `http://HOST:PORT` of each; `wait_ready` waits until all of them answer."""
+        self._urls = servers
+        super().__init__(replace(settings, restarts=0))
 
     def _connect(self) -> Worker:
         return ServerFleet(
-            self._urls,
-            self._sender.fd,
-            dtype=self._dtype,
-            max_model_len=self._max_model_len,
-            max_num_seqs=self._max_num_seqs,
-            timeout_s=self.sync_timeout_s,
-            routes=self._routes,
+            self._urls, self._sender.fd, self.settings.engine, timeout_s=self.settings.sync_timeout_s
         )
 
     def _lend(self, packed: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from pnpo_megatron.errors import RolloutError
 from pnpo_megatron.rollout.engine_driver import EngineDriver, Outbox
 from pnpo_megatron.rollout.messages import (
     BucketTaken,
-    EngineSettings,
     LoadWeights,
     Ready,
     Reply,
@@ -30,6 +29,7 @@ from pnpo_megatron.rollout.messages import (
     WeightBucket,
     WorkerError,
 )
+from pnpo_megatron.rollout.settings import EngineSettings
 from pnpo_megatron.rollout.weight_stream import ipc_fields
 from pnpo_megatron.rollout.weight_transfer import WeightReceiver, verified
 from pnpo_megatron.types import Sampling
@@ -39,30 +39,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 _COMPILER = "torch._inductor.lowering"
-
-
-def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
-    """Arguments of vLLM's EngineArgs; ``generation_config="vllm"`` keeps the folder's defaults out."""
-    return {
-        "model": settings.model_folder,
-        "skip_tokenizer_init": True,  # token ids in, token ids out
-        "dtype": settings.dtype,
-        "max_model_len": settings.max_model_len,
-        "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
-        "max_num_seqs": settings.max_num_seqs,
-        "max_num_batched_tokens": settings.max_num_batched_tokens,
-        "enable_chunked_prefill": settings.chunked_prefill,
-        "enforce_eager": settings.enforce_eager,
-        "enable_sleep_mode": settings.sleep_mode,
-        "enable_prefix_caching": True,
-        # The CPU default of 128 shares nothing of the prompts of a group that are shorter.
-        **({} if settings.chunked_prefill else {"block_size": 32}),
-        "generation_config": "vllm",
-        "logprobs_mode": "processed_logprobs",
-        "disable_log_stats": True,
-        "enable_return_routed_experts": settings.routes,
-        "hf_overrides": {"head_dtype": "float32"} if settings.float32_head else {},
-    }
 
 
 def sampling_fields(sampling: Sampling, seed: int) -> dict[str, Any]:
@@ -112,7 +88,7 @@ def build_engine(settings: EngineSettings) -> LLMEngine:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     gc.freeze()  # vLLM collects garbage five times while it builds
-    engine = LLMEngine.from_engine_args(EngineArgs(**engine_arguments(settings)))
+    engine = LLMEngine.from_engine_args(EngineArgs(**settings.arguments()))
     gc.enable()
     return engine
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pnpo_megatron
 from pnpo_megatron.errors import RolloutError
-from pnpo_megatron.rollout.messages import Command, EngineSettings, Reply, Shutdown, WorkerError
+from pnpo_megatron.rollout.messages import Command, Reply, Shutdown, WorkerError
+from pnpo_megatron.rollout.settings import EngineSettings
 
 LOG_LINES = 8
 EXIT_WAIT_S = 1.0

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from pnpo_megatron.errors import RolloutError
 from pnpo_megatron.rollout.server_sampler import ServerSampler
+from pnpo_megatron.rollout.settings import EngineSettings, SamplerSettings
 from pnpo_megatron.rollout.vllm_sampler import VllmSampler
 from pnpo_megatron.types import Prompt, RolloutGroup, Sampling
 
@@ -95,22 +96,14 @@ def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     }
     save_file(second, other / "model.safetensors", metadata={"format": "pt"})
     servers = [start_server(config, host, root / f"{host}.log") for host in ("127.0.0.1", "127.0.0.2")]
-    common = {"max_model_len": MAX_LEN, "decode": str, "start_timeout_s": START_S}
+    engine = EngineSettings(str(task / "model"), "float32", MAX_LEN, 16777216, max_num_seqs=32)
+    settings = SamplerSettings(engine, str, initial_version=0, start_timeout_s=START_S)
+    other_settings = replace(settings, engine=replace(engine, model_folder=str(other), max_num_seqs=256))
     try:
         with (
-            ServerSampler(
-                task / "model",
-                [server.url for server in servers],
-                initial_version=0,
-                max_num_seqs=32,
-                dtype="float32",
-                **common,
-            ) as sampler,
-            VllmSampler(
-                other, dtype="float32", kv_cache_memory_bytes=16777216, log_path=root / "engine.log",
-                initial_version=0, **common,
-            ) as fresh,
-        ):  # fmt: skip
+            ServerSampler(settings, [server.url for server in servers]) as sampler,
+            VllmSampler(other_settings, log_path=root / "engine.log") as fresh,
+        ):
             sampler.wait_ready()
             yield Setting(task, second, servers, sampler, fresh)
     finally:

@@ -22,6 +22,7 @@ from pnpo_megatron.rollout.messages import (
     Wake,
     WeightsLoaded,
 )
+from pnpo_megatron.rollout.settings import EngineSettings, SamplerSettings
 from pnpo_megatron.rollout.vllm_sampler import VllmSampler
 from pnpo_megatron.rollout.worker_process import WorkerDied
 from pnpo_megatron.types import Prompt, Sampling
@@ -166,23 +167,17 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> list[FakeWorker]:
 
 
 def sampler_of(folder: Path) -> VllmSampler:
-    return VllmSampler(
-        folder,
-        dtype="float32",
-        max_model_len=64,
-        kv_cache_memory_bytes=2**20,
-        decode=str,
-        log_path=folder / "engine.log",
-        initial_version=0,
-        sleep_mode=True,
+    engine = EngineSettings(
+        str(folder), "float32", max_model_len=64, kv_cache_memory_bytes=2**20, sleep_mode=True
     )
+    return VllmSampler(SamplerSettings(engine, str, initial_version=0), log_path=folder / "engine.log")
 
 
 def test_h33_nothing_is_sampled_between_sleep_and_the_next_sync(
     folder: Path, workers: list[FakeWorker]
 ) -> None:
     with sampler_of(folder) as sampler:
-        assert sampler._settings.sleep_mode
+        assert sampler.settings.engine.sleep_mode
         sampler.sleep()
         sampler.wake("weights")
         sampler.wake("kv_cache")

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,12 +30,14 @@ from pnpo_megatron.rollout.messages import (
     WeightsLoaded,
 )
 from pnpo_megatron.rollout.server_fleet import ServerFleet
+from pnpo_megatron.rollout.settings import EngineSettings
 from pnpo_megatron.rollout.weight_transfer import WeightSender
 from pnpo_megatron.rollout.worker_process import WorkerDied
 from pnpo_megatron.types import Sampling
 
 # anyio says so when a connection is cancelled while it is being made
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine 'connect_tcp")
+NEEDED = EngineSettings("folder", "float32", max_model_len=64, kv_cache_memory_bytes=0)
 VALUES = Sampling(temperature=1.0, top_p=1.0, max_tokens=8, min_tokens=0, stop_token_ids=(3,))
 WEIGHTS = {"a": torch.arange(5.0), "b": torch.tensor([[2.5, -1.0]])}
 
@@ -58,9 +61,8 @@ class Fleet:
     def __init__(self, *servers: FakeServer, max_num_seqs: int = 4) -> None:
         self.sender = WeightSender({name: tuple(tensor.shape) for name, tensor in WEIGHTS.items()})
         urls = [server.url for server in servers]
-        self.fleet = ServerFleet(
-            urls, self.sender.fd, dtype="float32", max_model_len=64, max_num_seqs=max_num_seqs, timeout_s=5.0
-        )
+        engine = replace(NEEDED, max_num_seqs=max_num_seqs)
+        self.fleet = ServerFleet(urls, self.sender.fd, engine, timeout_s=5.0)
 
     def __enter__(self) -> Fleet:
         assert isinstance(self.next(), Ready)
@@ -280,9 +282,7 @@ def test_a_server_that_never_comes_up_is_named_at_the_deadline() -> None:
     with socket.socket() as bound, FakeServer() as there:
         bound.bind(("127.0.0.1", 0))  # not listening
         url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-        fleet = ServerFleet(
-            [there.url, url], 0, dtype="float32", max_model_len=64, max_num_seqs=4, timeout_s=1.0
-        )
+        fleet = ServerFleet([there.url, url], 0, NEEDED, timeout_s=1.0)
         with pytest.raises(RolloutError, match=rf"for servers; .*{url} does not answer \(ConnectError"):
             fleet.receive(time.monotonic() + 0.5, "servers")
         fleet.close(5.0)
@@ -314,9 +314,7 @@ def test_dropped_calls_leave_the_servers_and_the_next_one_is_whole() -> None:
 def test_a_server_started_otherwise_is_refused_with_what_it_lacks(section: str, key: str, value: Any) -> None:
     with FakeServer() as server:
         server.settings = SETTINGS | {section: SETTINGS[section] | {key: value}}
-        fleet = ServerFleet(
-            [server.url], 0, dtype="float32", max_model_len=64, max_num_seqs=4, timeout_s=1.0, routes=True
-        )
+        fleet = ServerFleet([server.url], 0, replace(NEEDED, routes=True), timeout_s=1.0)
         with pytest.raises(ConfigError, match=rf"{server.url} was not started by.*{key} = '?{value}"):
             fleet.receive(time.monotonic() + 5, "servers")
         fleet.close(5.0)

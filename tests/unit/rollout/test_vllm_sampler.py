@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pnpo_megatron.errors import ConfigError, DataError, RolloutError
 from pnpo_megatron.rollout import weight_transfer
+from pnpo_megatron.rollout.settings import EngineSettings, SamplerSettings
 from pnpo_megatron.rollout.vllm_sampler import VllmSampler
 from pnpo_megatron.types import Prompt, RolloutGroup, Sampling
 
@@ -52,16 +53,11 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engi
 
 
 def start(folder: Path, log_path: Path) -> VllmSampler:
-    return VllmSampler(
-        folder,
-        dtype="float32",
-        max_model_len=POSITIONS,
-        kv_cache_memory_bytes=32 * 2**20,
-        decode=lambda ids: " ".join(map(str, ids)),
-        log_path=log_path,
-        initial_version=0,
-        start_timeout_s=300.0,
+    engine = EngineSettings(str(folder), "float32", max_model_len=POSITIONS, kv_cache_memory_bytes=32 * 2**20)
+    settings = SamplerSettings(
+        engine, lambda ids: " ".join(map(str, ids)), initial_version=0, start_timeout_s=300.0
     )
+    return VllmSampler(settings, log_path=log_path)
 
 
 @pytest.fixture
@@ -248,7 +244,7 @@ def test_a_passed_deadline_names_what_was_waited_for_and_the_engine_can_go_on(
 ) -> None:
     prompts = [Prompt(f"p{i}", (3 + i,), "") for i in range(30)]
     with monkeypatch.context() as patch:
-        patch.setattr(engine.sampler, "generate_timeout_s", 0.3)
+        patch.setattr(engine.sampler, "settings", replace(engine.sampler.settings, generate_timeout_s=0.3))
         with pytest.raises(RolloutError, match=r"0 of 30 prompts finished \(0.3 s, generate_timeout_s\)"):
             list(engine.sampler.generate(prompts, 16, Sampling(1.0, 500), (1,)))
     assert list(sample(engine, [SHORT], 1, GREEDY)) == ["short"]
@@ -259,7 +255,8 @@ def test_a_worker_that_does_not_answer_any_more_passes_its_deadline(
 ) -> None:
     os.kill(engine.sampler.worker_pid, signal.SIGSTOP)
     try:
-        monkeypatch.setattr(engine.sampler, "generate_timeout_s", 0.5)
+        shorter = replace(engine.sampler.settings, generate_timeout_s=0.5)
+        monkeypatch.setattr(engine.sampler, "settings", shorter)
         with pytest.raises(RolloutError, match=r"deadline: waited for responses: 0 of 1 prompts finished"):
             sample(engine, [SHORT], 1, GREEDY)
     finally:

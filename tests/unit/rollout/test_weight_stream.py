@@ -31,6 +31,7 @@ from pnpo_megatron.rollout.messages import (
     WeightsLoaded,
 )
 from pnpo_megatron.rollout.server_sampler import ServerSampler
+from pnpo_megatron.rollout.settings import EngineSettings, SamplerSettings
 from pnpo_megatron.rollout.vllm_sampler import VllmSampler
 from pnpo_megatron.rollout.weight_stream import buckets
 from pnpo_megatron.types import Prompt, Sampling
@@ -87,10 +88,12 @@ def test_a_model_that_is_not_whole_is_never_sent_to_its_end(tensors: dict[str, T
 def sampler_of(
     folder: Path, *servers: FakeServer, stream: bool = True, timeout_s: float = 8.0
 ) -> ServerSampler:
-    urls = [server.url for server in servers]
-    return ServerSampler(
-        folder, urls, dtype="float32", max_model_len=64, decode=str, sync_timeout_s=timeout_s, stream=stream
-    )
+    settings = SamplerSettings(engine_of(folder), str, sync_timeout_s=timeout_s, stream=stream)
+    return ServerSampler(settings, [server.url for server in servers])
+
+
+def engine_of(folder: Path) -> EngineSettings:
+    return EngineSettings(str(folder), "float32", max_model_len=64, kv_cache_memory_bytes=2**20)
 
 
 @pytest.fixture
@@ -224,10 +227,8 @@ def test_a_child_process_is_lent_one_bucket_at_a_time_and_cannot_be_started_agai
     monkeypatch.setattr(vllm_sampler, "WorkerProcess", lambda *_: worker)
     monkeypatch.setattr(vllm_sampler, "ipc_handle", lambda packed: {"GPU-1": (packed.clone(),)})
     tensors = hf_tensors(folder)
-    with VllmSampler(
-        folder, dtype="float32", max_model_len=64, kv_cache_memory_bytes=2**20, decode=str,
-        log_path=folder / "engine.log", restarts=2, stream=True,
-    ) as sampler:  # fmt: skip
+    settings = SamplerSettings(engine_of(folder), str, restarts=2, stream=True)
+    with VllmSampler(settings, log_path=folder / "engine.log") as sampler:
         sampler.load_weights(tensors.items(), 5)
         assert sampler.version == 5 and sampler._restarts == 0
     first, *lent, last = worker.commands

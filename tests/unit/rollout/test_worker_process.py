@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_models import save_qwen2
@@ -17,6 +18,7 @@ from tiny_models import save_qwen2
 from pnpo_megatron.errors import ConfigError, ConversionError, RolloutError
 from pnpo_megatron.rollout import vllm_sampler
 from pnpo_megatron.rollout.messages import Ready
+from pnpo_megatron.rollout.settings import EngineSettings, SamplerSettings
 from pnpo_megatron.rollout.vllm_sampler import VllmSampler
 from pnpo_megatron.rollout.worker_process import WorkerDied, worker_environment
 from pnpo_megatron.types import Prompt, Sampling
@@ -24,23 +26,18 @@ from pnpo_megatron.types import Prompt, Sampling
 TRAINER = """
 import sys, time
 from pathlib import Path
+from pnpo_megatron.rollout.settings import EngineSettings, SamplerSettings
 from pnpo_megatron.rollout.vllm_sampler import VllmSampler
-sampler = VllmSampler(sys.argv[1], dtype="float32", max_model_len=128, kv_cache_memory_bytes=2**24,
-                      decode=str, log_path=Path(sys.argv[1]) / "worker.log")
+engine = EngineSettings(sys.argv[1], "float32", max_model_len=128, kv_cache_memory_bytes=2**24)
+sampler = VllmSampler(SamplerSettings(engine, str), log_path=Path(sys.argv[1]) / "worker.log")
 print(sampler.worker_pid, flush=True)
 time.sleep(60)
 """
 
 
-def make_sampler(folder: Path, **changes: object) -> VllmSampler:
-    settings = {
-        "dtype": "float32",
-        "max_model_len": 128,
-        "kv_cache_memory_bytes": 2**24,
-        "decode": str,
-        "log_path": folder / "worker.log",
-    }
-    return VllmSampler(folder, **(settings | changes))  # type: ignore[arg-type]
+def make_sampler(folder: Path, max_model_len: int = 128, **changes: Any) -> VllmSampler:
+    engine = EngineSettings(str(folder), "float32", max_model_len, kv_cache_memory_bytes=2**24)
+    return VllmSampler(SamplerSettings(engine, str, **changes), log_path=folder / "worker.log")
 
 
 def ended(pid: int) -> bool:
