@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,6 @@ from pnpo_megatron.errors import ConfigError, NoResponsesError, RolloutError
 from pnpo_megatron.rollout.messages import (
     Abort,
     CallDone,
-    Command,
     Generate,
     GroupDone,
     LoadWeights,
@@ -45,28 +44,16 @@ from pnpo_megatron.rollout.requests import check_call, make_request, refusal, un
 from pnpo_megatron.rollout.settings import SamplerSettings
 from pnpo_megatron.rollout.weight_stream import buckets
 from pnpo_megatron.rollout.weight_transfer import WeightSender
-from pnpo_megatron.rollout.worker_process import WorkerDied
+from pnpo_megatron.rollout.worker_process import WorkerDied, WorkerProcess
 from pnpo_megatron.types import Prompt, RolloutGroup, Sampling
 
+if TYPE_CHECKING:
+    from pnpo_megatron.rollout.server_fleet import ServerFleet
+
+Worker: TypeAlias = "WorkerProcess | ServerFleet"
 LOG = logging.getLogger(__name__)
 CLOSE_S = 10.0
 T = TypeVar("T")
-
-
-class Worker(Protocol):
-    """What answers the messages."""
-
-    def send(self, command: Command) -> None:
-        """Send one command."""
-        ...
-
-    def receive(self, deadline: float, waiting_for: str) -> Reply:
-        """The next reply, by time.monotonic() = `deadline`."""
-        ...
-
-    def close(self, timeout_s: float) -> None:
-        """End it, by force after `timeout_s`."""
-        ...
 
 
 class EngineSampler(ABC):
