@@ -24,7 +24,7 @@ from pnpo_megatron.policy.megatron_config import experts_overrides
 from pnpo_megatron.reward.worker import load_function
 from pnpo_megatron.rollout.stop_tokens import read_stop_token_ids, stop_tokens
 from pnpo_megatron.tracking import check_tools
-from pnpo_megatron.types import Prompt, Sampling
+from pnpo_megatron.types import Sampling
 
 LOSS_KEYS = {"name", *OBJECTIVE_KEYS}
 """Settings of `objective` that make the loss; the others are of the loop."""
@@ -44,11 +44,6 @@ class Inputs:
     sampling: Sampling
     eval_sampling: Sampling
 
-    @property
-    def prompts(self) -> list[Prompt]:
-        """Distinct training prompts, in file order."""
-        return self.loaded.prompts
-
 
 def read_inputs(config: Config) -> Inputs:
     """Read and check model folder, prompts and benchmarks.
@@ -67,7 +62,10 @@ def read_inputs(config: Config) -> Inputs:
     folder = _read_model(config, parallel)
     functions = config.reward.function
     for name in [functions] if isinstance(functions, str) else functions:
-        _check_reward(name)
+        try:
+            load_function(name)
+        except ValueError as error:
+            raise ConfigError(f"reward.function = {name!r}: {error}") from error
     tokenizer = load_tokenizer(folder.path)
     data, rollout = config.data, config.rollout
     form: dict[str, Any] = {
@@ -94,7 +92,7 @@ def read_inputs(config: Config) -> Inputs:
         tokenizer=tokenizer,
         loaded=loaded,
         benchmarks=benchmarks,
-        objective=_objective(config),
+        objective=make_objective(**config.objective.model_dump(include=LOSS_KEYS)),
         sampling=Sampling(rollout.temperature, rollout.max_response_tokens, 1.0, rollout.min_tokens, stop),
         eval_sampling=eval_sampling,
     )
@@ -157,17 +155,6 @@ def experts_settings(config: Config, arch: Architecture) -> dict[str, Any]:
         replay=bool(replay),
         grouped=config.model.grouped_experts,
     )
-
-
-def _check_reward(name: str) -> None:
-    try:
-        load_function(name)
-    except ValueError as error:
-        raise ConfigError(f"reward.function = {name!r}: {error}") from error
-
-
-def _objective(config: Config) -> Objective:
-    return make_objective(**config.objective.model_dump(include=LOSS_KEYS))
 
 
 def _eval_tokens(config: Config) -> int:

@@ -122,7 +122,10 @@ class Monitor:
 
     def _write(self, head: dict[str, Any], metrics: Mapping[str, Any], at: int) -> None:
         assert self._file is not None
-        row = head | {key: _json_number(value) for key, value in metrics.items()}
+        row = head | {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value  # JSON has no NaN
+            for key, value in metrics.items()
+        }
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, int | float)}
         for key, number in numbers.items():
@@ -139,8 +142,3 @@ class Monitor:
         return "  ".join(
             f"{short} {self._latest[key]:.4g}" for key, short in shown.items() if key in self._latest
         )
-
-
-def _json_number(value: Any) -> Any:
-    """JSON has no NaN: a number that is not finite becomes null."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -141,8 +141,8 @@ class Config(BaseSettings):
         return values
 
     def to_toml(self) -> str:
-        """The resolved settings, loadable again."""
-        return tomli_w.dumps(_without_none(self.model_dump(mode="json")))
+        """The resolved settings, loadable again. TOML has no null: what is None is None by default too."""
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
 
 
 def known_keys() -> dict[str, Any]:
@@ -155,12 +155,3 @@ def known_keys() -> dict[str, Any]:
         else:
             keys[name] = info.default
     return keys
-
-
-def _without_none(values: dict[str, Any]) -> dict[str, Any]:
-    """TOML has no null: an absent key means the default, which is None wherever None is allowed."""
-    return {
-        key: _without_none(value) if isinstance(value, dict) else value
-        for key, value in values.items()
-        if value is not None
-    }

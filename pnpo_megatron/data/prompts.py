@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -31,8 +31,8 @@ class LoadSummary:
     def __str__(self) -> str:
         text = (
             f"{self.rows} rows: {self.duplicates} repeats merged, {self.conflicts} rows of "
-            f"{len(self.conflicting)} "
-            f"prompts with different golds dropped, {self.overlong} too long, {self.kept} prompts kept"
+            f"{len(self.conflicting)} prompts with different golds dropped, {self.overlong} too long, "
+            f"{self.kept} prompts kept"
         )
         return text + (f". Different golds: {'; '.join(self.conflicting)}" if self.conflicting else "")
 
@@ -72,7 +72,8 @@ def load_prompts(
     """
     form = Template(tokenizer, template, system_prompt, dict(template_kwargs or {}))
     paths = [path] if isinstance(path, str | Path) else list(path)
-    distinct, counts = merge_rows(_rows_of(paths), conflicts=conflicts)
+    rows = (replace(row, file=index) for index, name in enumerate(paths) for row in read_rows(Path(name)))
+    distinct, counts = merge_rows(rows, conflicts=conflicts)
     _check_ids(distinct)
     pairs = [(make_prompt(row, form), row.file) for row in distinct]
     kept = [
@@ -85,11 +86,6 @@ def load_prompts(
                 f"{name}: no prompt is left ({summary}); raise rollout.max_prompt_tokens or check the file"
             )
     return LoadedPrompts([prompt for prompt, _ in kept], summary, tuple(file for _, file in kept))
-
-
-def _rows_of(paths: Sequence[str | Path]) -> Iterator[Row]:
-    for index, path in enumerate(paths):
-        yield from (replace(row, file=index) if index else row for row in read_rows(Path(path)))
 
 
 def merge_rows(

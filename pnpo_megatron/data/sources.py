@@ -104,8 +104,8 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         if missing:
             raise DataError(
                 f"{path}: columns {missing} are missing (found: {', '.join(file.schema_arrow.names)}); "
-                f"expected "
-                "DAPO-Math-17k's: prompt [{content, role}], reward_model {ground_truth}, extra_info {index}"
+                "expected DAPO-Math-17k's: prompt [{content, role}], reward_model {ground_truth}, extra_info "
+                "{index}"
             )
         number = 0
         for batch in file.iter_batches(batch_size=4096):

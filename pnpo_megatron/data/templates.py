@@ -111,7 +111,7 @@ class Template:
         if ids[:2] == [bos, bos]:
             raise ConfigError(
                 f"the prompt template writes the BOS token {self.tokenizer.bos_token!r} twice; remove one "
-                f"of them"
+                "of them"
             )
         return tuple(ids)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pnpo_megatron.data.prompts import LoadSummary, load_prompts
+from pnpo_megatron.data.prompts import load_prompts
 from pnpo_megatron.errors import DataError
 from pnpo_megatron.types import Prompt
 
@@ -18,7 +18,6 @@ class Benchmark:
 
     name: str
     problems: tuple[Prompt, ...]
-    summary: LoadSummary | None = None
 
 
 def load_benchmark(
@@ -51,7 +50,6 @@ def load_benchmark(
         raise DataError(
             f"{path}: problem {longest.id!r} takes {len(longest.token_ids)} tokens, more than "
             f"rollout.max_prompt_tokens = {max_prompt_tokens}; use {len(longest.token_ids)} or more, or "
-            f"leave this "
-            "benchmark out"
+            "leave this benchmark out"
         )
-    return Benchmark(Path(path).stem, tuple(loaded.prompts), loaded.summary)
+    return Benchmark(Path(path).stem, tuple(loaded.prompts))

@@ -70,8 +70,7 @@ def check_request(benchmarks: Sequence[Benchmark], samples: int, sampling: Sampl
     if samples < 1 or (samples > 1 and sampling.temperature <= 0):
         raise ConfigError(
             f"eval.samples = {samples} at eval.temperature = {sampling.temperature}: equal samples tell "
-            f"nothing; "
-            "use samples = 1, or a temperature such as 0.7"
+            "nothing; use samples = 1, or a temperature such as 0.7"
         )
 
 
@@ -97,8 +96,7 @@ def _run(
     if missing:
         raise RolloutError(
             f"{benchmark.name}: no responses came back for {len(missing)} of {len(benchmark.problems)} "
-            f"problems, "
-            f"first {missing[0]!r}; the engine's log says why"
+            f"problems, first {missing[0]!r}; the engine's log says why"
         )
     rows, faults = [], 0
     for problem in benchmark.problems:
@@ -117,8 +115,8 @@ def _check_group(benchmark: Benchmark, group: RolloutGroup, k: int) -> None:
     if indices != list(range(k)) or len(seeds) != k:
         raise RolloutError(
             f"{benchmark.name}: problem {group.prompt.id!r} came back with samples {indices} from "
-            f"{len(seeds)} "
-            f"different seeds; expected {k} of each. The engine lost or repeated requests: start it again"
+            f"{len(seeds)} different seeds; expected {k} of each. The engine lost or repeated requests: "
+            "start it again"
         )
 
 
@@ -126,14 +124,9 @@ def _inputs(group: RolloutGroup) -> list[RewardInput]:
     prompt = group.prompt
     return [
         RewardInput(
-            prompt.text,
-            prompt.answer,
-            rollout.text,
-            rollout.finish_reason,
-            prompt.reasoning_open,
-            prompt.meta,
+            prompt.text, prompt.answer, one.text, one.finish_reason, prompt.reasoning_open, prompt.meta
         )
-        for rollout in group.rollouts
+        for one in group.rollouts
     ]
 
 
@@ -149,8 +142,7 @@ def _without_faults(
         if again.value is None:
             raise RewardFaultError(
                 f"{benchmark.name}: sample {group.rollouts[index].sample} of problem {group.prompt.id!r} "
-                f"could not be "
-                f"graded, twice: {again.fault}"
+                f"could not be graded, twice: {again.fault}"
             )
         results[index] = again
     return results, len(failed)

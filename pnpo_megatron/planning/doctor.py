@@ -86,9 +86,9 @@ def show_environment() -> None:
     print(f"{'devices':20} {', '.join(devices) or 'CPU only'}")
 
 
-def show_plan(job: Job, console: Console | None = None) -> None:
+def show_plan(job: Job) -> None:
     """Memory, micro-batches, traffic and time; layouts that would do where this one does not."""
-    console = console or Console(width=110, highlight=False)
+    console = Console(width=110, highlight=False)
     parallel, cluster = job.parallel, job.cluster
     console.print(
         f"{job.arch.family}, {job.parameters:,} parameters on {cluster.gpus} GPUs of "
@@ -126,15 +126,15 @@ def show_plan(job: Job, console: Console | None = None) -> None:
     assumed = job.assumed
     console.print(
         f"assumed: responses of {sum(job.lengths) / len(job.lengths):.0f} tokens on average, "
-        f"MFU {assumed.mfu:g}, "
-        f"{assumed.decode_share:g} of the memory bandwidth and {assumed.decode_step_s * 1e3:g} ms a decoding "
-        f"step, {assumed.link_share:g} of the links, nothing overlapped, nothing moved to host memory"
+        f"MFU {assumed.mfu:g}, {assumed.decode_share:g} of the memory bandwidth and "
+        f"{assumed.decode_step_s * 1e3:g} ms a decoding step, "
+        f"{assumed.link_share:g} of the links, nothing overlapped, nothing moved to host memory"
     )
 
 
-def show_scale(job: Job, console: Console | None = None) -> None:
+def show_scale(job: Job) -> None:
     """The same batch on more GPUs: data parallelism grows, nothing else does."""
-    console = console or Console(width=110, highlight=False)
+    console = Console(width=110, highlight=False)
     console.print(
         "EXTRAPOLATION: same batch and layout, only data parallelism grows. Generation: the longest"
     )
@@ -163,13 +163,7 @@ def show_scale(job: Job, console: Console | None = None) -> None:
 def describe(job: Job) -> str:
     """The layout in a configuration's own keys."""
     parallel = job.parallel
-    sizes = {
-        "tensor": parallel.tensor,
-        "pipeline": parallel.pipeline,
-        "virtual_pipeline": parallel.virtual_pipeline,
-        "context": parallel.context,
-        "expert": parallel.expert,
-    }
-    words = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
+    words = [f"{name} {size}" for name in names if (size := getattr(parallel, name)) > 1]
     words += ["sequence"] if parallel.sequence else []
     return ", ".join([*words, f"recompute {job.modules.recompute}", f"max_tokens {job.max_tokens}"])

@@ -214,6 +214,4 @@ class Job:
         )
 
 
-@lru_cache(maxsize=256)
-def _planned(lengths: tuple[int, ...], layout: Layout) -> Plan:
-    return plan_micro_batches(lengths, layout)
+_planned = lru_cache(maxsize=256)(plan_micro_batches)

@@ -83,11 +83,6 @@ def _chunk(arch: Architecture, parallel: ParallelSettings, layers: int, *, first
     return Chunk(tuple(dense), tuple(experts), layers, shared)
 
 
-def rank_parameters(chunks: Sequence[Chunk]) -> int:
-    """Elements of all parameters on a rank."""
-    return sum(sum(chunk.dense) + sum(chunk.experts) for chunk in chunks)
-
-
 def state_bytes(
     chunks: Sequence[Chunk], *, itemsize: int, distributed: bool, data: int, expert_data: int, rank: int = 0
 ) -> StateBytes:

@@ -78,7 +78,10 @@ class RewardPool:
         self._workers = [GradingProcess(weights, timeout_s, memory_bytes) for _ in range(count)]
         self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
         self._thread.start()
-        self._wait_until_started()
+        started = self._started.wait(START_TIMEOUT_S * (MAX_FAILED_STARTS + 1))
+        if not started or self._broken:
+            self.close()
+            raise ConfigError(f"reward.function: {self._broken or 'the workers did not start in time'}")
 
     def submit(self, inputs: Iterable[RewardInput]) -> list[Future[RewardResult]]:
         """Queue samples and return their futures, in order, at once.
@@ -125,12 +128,6 @@ class RewardPool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _wait_until_started(self) -> None:
-        started = self._started.wait(START_TIMEOUT_S * (MAX_FAILED_STARTS + 1))
-        if not started or self._broken:
-            self.close()
-            raise ConfigError(f"reward.function: {self._broken or 'the workers did not start in time'}")
-
     def _wake(self) -> None:
         with self._lock:
             if not self._wake_pending and not self._wake_writer.closed:
@@ -146,7 +143,7 @@ class RewardPool:
                 self._receive()
                 self._expire()
         finally:
-            self._cancel_all()
+            self._fail_all("the RewardPool was closed before this grade")
             with self._lock:
                 self._wake_writer.close()
             self._wake_reader.close()
@@ -243,13 +240,10 @@ class RewardPool:
 
     def _break(self, why: str) -> None:
         self._broken = why
-        self._fail_all(RewardFaultError(f"rewards cannot be computed: {why}"))
+        self._fail_all(f"rewards cannot be computed: {why}")
         self._closing = True
 
-    def _cancel_all(self) -> None:
-        self._fail_all(None)
-
-    def _fail_all(self, error: Exception | None) -> None:
+    def _fail_all(self, why: str) -> None:
         with self._lock:
             jobs = [*self._queue, *self._retries, *self._jobs.values()]
             self._queue.clear()
@@ -257,6 +251,4 @@ class RewardPool:
         self._jobs.clear()
         for job in jobs:
             if not job.future.cancel():
-                job.future.set_exception(
-                    error or RewardFaultError("the RewardPool was closed before this grade")
-                )
+                job.future.set_exception(RewardFaultError(why))

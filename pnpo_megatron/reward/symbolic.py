@@ -83,7 +83,10 @@ def _same_number(left: Any, right: Any) -> bool:
     from sympy import simplify
     from sympy.core.expr import UnevaluatedExpr
 
-    left, right = (_opened(value, UnevaluatedExpr) for value in (left, right))
+    left, right = (
+        value.replace(lambda part: isinstance(part, UnevaluatedExpr), lambda part: part.args[0])
+        for value in (left, right)
+    )
     if left == right:
         return True
     if not (left.is_number and right.is_number):
@@ -97,10 +100,6 @@ def _same_number(left: Any, right: Any) -> bool:
     if not size.is_comparable or not size.is_finite:
         return False
     return bool(abs(first - second) <= size * 10**-_DIGITS) or simplify(left - right) == 0
-
-
-def _opened(value: Any, wrapper: Any) -> Any:
-    return value.replace(lambda part: isinstance(part, wrapper), lambda part: part.args[0])
 
 
 def too_costly(text: str) -> bool:

@@ -33,11 +33,10 @@ class _Watchdog:
     def _watch(self) -> None:
         while not self._left.wait(_LOOK_EVERY_S):
             with self._lock:
-                if not self._left.is_set() and self._is_over():
+                if self._left.is_set():  # the thread may be gone, and its clock with it
+                    return
+                if time.clock_gettime(self._clock) > self._cpu_end or time.monotonic() > self._wall_end:
                     self._raise(ctypes.py_object(TimeLimitError))
-
-    def _is_over(self) -> bool:
-        return time.clock_gettime(self._clock) > self._cpu_end or time.monotonic() > self._wall_end
 
     def _raise(self, error: Any) -> None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread_id), error)

@@ -30,7 +30,7 @@ def opening_lines(config: Config, inputs: Inputs) -> Iterator[str]:
     else:
         yield f"objective: {values}"
     for benchmark in inputs.benchmarks:
-        if seen := in_prompts(benchmark, inputs.prompts):
+        if seen := in_prompts(benchmark, inputs.loaded.prompts):
             yield warning(benchmark, seen, "data.prompts")
 
 

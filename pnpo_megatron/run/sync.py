@@ -93,5 +93,5 @@ class WeightSync:
     def _probe(self, step: int) -> RolloutBatch:
         inputs = self._live.inputs
         sampling = replace(inputs.sampling, max_tokens=min(PROBE_TOKENS, inputs.sampling.max_tokens))
-        prompts = inputs.prompts[: self._config.rollout.sync_check]
+        prompts = inputs.loaded.prompts[: self._config.rollout.sync_check]
         return probe(step, prompts, self._live.engine, sampling, (self._config.seed, "probe", step))
