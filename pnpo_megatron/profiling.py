@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -14,8 +12,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from pnpo_megatron.loop import Metrics, Parts
 from pnpo_megatron.types import RolloutBatch
 
-P = ParamSpec("P")
-R = TypeVar("R")
 _PHASES = ("collect", "log_probs", "compare", "update", "sync")
 _ROWS = 25
 
@@ -31,35 +27,25 @@ class StepProfile:
 
     def around(self, parts: Parts) -> Parts:
         """The same parts, with the phases of the step named in the trace."""
-        return replace(
-            parts,
-            learner=_Named(parts.learner),
-            collect=self._from(parts.collect),
-            compare=_named("compare", parts.compare),
-            sync=self._until(parts.sync),
-        )
 
-    def _from(
-        self, collect: Callable[[int], tuple[RolloutBatch, Metrics]]
-    ) -> Callable[[int], tuple[RolloutBatch, Metrics]]:
-        def started(step: int) -> tuple[RolloutBatch, Metrics]:
+        def collect(step: int) -> tuple[RolloutBatch, Metrics]:
             if step == self.step:
                 cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
                 self._running = profile(activities=[ProfilerActivity.CPU, *cuda])
                 self._running.start()
-            return _named("collect", collect)(step)
+            with record_function("pnpo/collect"):
+                return parts.collect(step)
 
-        return started
-
-    def _until(self, sync: Callable[[int], Metrics]) -> Callable[[int], Metrics]:
-        def stopped(step: int) -> Metrics:
-            metrics = _named("sync", sync)(step)
+        def sync(step: int) -> Metrics:
+            with record_function("pnpo/sync"):
+                metrics = parts.sync(step)
             if step == self.step and self._running is not None:
                 self._running.stop()
                 self._write()
             return metrics
 
-        return stopped
+        compare = record_function("pnpo/compare")(parts.compare)
+        return replace(parts, learner=_Named(parts.learner), collect=collect, compare=compare, sync=sync)
 
     def _write(self) -> None:
         """RUN/profile/step_NNNNNN_rank_R.json.gz (chrome://tracing, Perfetto) and the table beside it."""
@@ -103,17 +89,8 @@ class _Named:
 
     def __init__(self, learner: Any) -> None:
         self._learner = learner
-        self.log_probs = _named("log_probs", learner.log_probs)
-        self.update = _named("update", learner.update)
+        self.log_probs = record_function("pnpo/log_probs")(learner.log_probs)
+        self.update = record_function("pnpo/update")(learner.update)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._learner, name)
-
-
-def _named(name: str, function: Callable[P, R]) -> Callable[P, R]:
-    @wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with record_function(f"pnpo/{name}"):
-            return function(*args, **kwargs)
-
-    return run
