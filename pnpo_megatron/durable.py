@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -27,3 +29,16 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 def write_text_whole(path: Path, text: str) -> None:
     """`write_whole` of UTF-8 text."""
     write_whole(path, lambda staged: staged.write_text(text, encoding="utf-8"))
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[bool]:
+    """Whether this process could take the lock of a file or folder; the kernel frees that of a dead process."""
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # NFS wants files writable
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield True
+    except BlockingIOError:
+        yield False
+    finally:
+        os.close(descriptor)

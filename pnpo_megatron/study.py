@@ -23,7 +23,6 @@ locks the run it works on, and a lock goes with its process.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import itertools
 import json
 import os
@@ -33,7 +32,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,7 @@ from pnpo_megatron.algorithm.presets import OBJECTIVE_KEYS
 from pnpo_megatron.analysis.compare import headings, joined, markdown, rows_of, run_result, write_results
 from pnpo_megatron.analysis.report import flatten
 from pnpo_megatron.config import Config, load_config
+from pnpo_megatron.durable import locked
 from pnpo_megatron.errors import DONE, STOPPED_EARLY, ConfigError, RolloutError, TrainingFaultError
 from pnpo_megatron.resume import is_complete
 
@@ -199,23 +199,13 @@ def _work_through(study: Study) -> bool:
     """Every cell that is neither finished nor another process's; False after a signal."""
     with Engines() as engines:
         for cell in study.cells:
-            with _locked(cell.config.run.folder) as mine:
+            lock = cell.config.run.folder / "lock"
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            lock.touch()
+            with locked(lock) as mine:
                 if mine and not cell.finished and not engines.run(cell):
                     return False
     return True
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """Whether this process may work on a run; the kernel frees the lock of a process that died."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
 
 
 class Engines:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -18,7 +17,7 @@ from torch import Tensor
 from pnpo_megatron.convert.families import dtype_of, hf_shapes
 from pnpo_megatron.convert.hf_folder import DTYPES, HfFolder
 from pnpo_megatron.convert.hf_headers import CODES, INDEX, SINGLE_FILE
-from pnpo_megatron.durable import sync_path
+from pnpo_megatron.durable import locked, sync_path
 from pnpo_megatron.errors import ConversionError
 
 
@@ -38,9 +37,10 @@ def published_whole(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     partial = target.parent / f".{target.name}.partial-{os.getpid()}"
     partial.mkdir()
     try:
-        with _locked(partial):
+        with locked(partial):
             yield partial
-            sync_tree(partial)
+            for path in (*partial.rglob("*"), partial):
+                sync_path(path)
             if target.exists():
                 target.rename(partial.with_name(f"{partial.name}-old"))
             partial.rename(target)
@@ -60,28 +60,9 @@ def refuse_existing(out: Path, *, overwrite: bool) -> None:
 def _remove_leftovers(target: Path) -> None:
     """What killed runs left of ``target``; a living run holds a lock on its folder."""
     for left in target.parent.glob(f".{target.name}.partial-*"):
-        with _locked(left) as ours:
+        with locked(left) as ours:
             if ours:
                 shutil.rmtree(left)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """Whether this process could take the folder's lock, which the kernel gives back when a process dies."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield True
-    except BlockingIOError:
-        yield False
-    finally:
-        os.close(descriptor)
-
-
-def sync_tree(folder: Path) -> None:
-    """Force everything in a folder to disk."""
-    for path in (*folder.rglob("*"), folder):
-        sync_path(path)
 
 
 _WORTH_FLUSHING = 16 * 2**20

@@ -211,14 +211,12 @@ def _gather(parameter: Tensor | None, row: Row, holder: _Holder, groups: Paralle
             parts = [torch.empty_like(full) for _ in range(groups.tp_size)]
             dist.all_gather(parts, full.contiguous(), group=groups.tp)
             full = unshard(parts, row.tp_dim, row.layout.blocks)
-    if _is_expert(row):
-        full = _broadcast(
-            full, holder.shape, holder, groups.ep, holder.ep_rank, here=groups.pp_rank == holder.pp_rank
-        )
+    if _is_expert(row) and groups.pp_rank == holder.pp_rank:
+        full = _broadcast(full, holder.shape, holder.dtype, groups.ep, holder.ep_rank)
     shape = list(holder.shape)
     if cut and row.tp_dim is not None:
         shape[row.tp_dim] *= groups.tp_size
-    full = _broadcast(full, shape, holder, groups.pp, holder.pp_rank, here=True)
+    full = _broadcast(full, shape, holder.dtype, groups.pp, holder.pp_rank)
     assert full is not None, row.megatron  # a rank without it is in a group with its holder
     return full
 
@@ -226,25 +224,15 @@ def _gather(parameter: Tensor | None, row: Row, holder: _Holder, groups: Paralle
 def _broadcast(
     full: Tensor | None,
     shape: Sequence[int],
-    holder: _Holder,
+    dtype: torch.dtype,
     group: dist.ProcessGroup | None,
     source: int,
-    *,
-    here: bool,
 ) -> Tensor | None:
-    """Send ``full`` from rank ``source`` of ``group``; ``here`` is false where no rank has it."""
-    if group is None or not here:
+    """Send ``full`` from rank ``source`` of ``group``."""
+    if group is None:
         return full
     if full is None:
-        full = torch.empty(tuple(shape), dtype=holder.dtype, device=_device())
+        full = torch.empty(tuple(shape), dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
     full = full.contiguous()
     dist.broadcast(full, dist.get_global_rank(group, source), group=group)
     return full
-
-
-def _device() -> torch.device:
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )

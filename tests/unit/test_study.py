@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from pnpo_megatron.durable import locked
 from pnpo_megatron.errors import ConfigError
-from pnpo_megatron.study import _locked, read_study
+from pnpo_megatron.study import read_study
 
 STUDY = """
 config = "{folder}/config.toml"
@@ -93,9 +94,9 @@ def test_a_run_that_another_process_works_on_is_left_to_it_and_freed_when_it_is_
     command = [sys.executable, "-c", code, str(tmp_path / "lock")]
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert other.stdout is not None and other.stdout.readline() == "1\n"
-    with _locked(tmp_path) as mine:
+    with locked(tmp_path / "lock") as mine:
         assert not mine
     other.kill()
     other.communicate()
-    with _locked(tmp_path) as mine:
+    with locked(tmp_path / "lock") as mine:
         assert mine
