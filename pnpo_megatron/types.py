@@ -84,6 +84,16 @@ class RolloutGroup:
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
 
+    def reward_inputs(self) -> list[RewardInput]:
+        """What the reward of each response looks at."""
+        prompt = self.prompt
+        return [
+            RewardInput(
+                prompt.text, prompt.answer, one.text, one.finish_reason, prompt.reasoning_open, prompt.meta
+            )
+            for one in self.rollouts
+        ]
+
 
 Grade = Callable[[Sequence[RewardInput]], Callable[[], list[RewardResult]]]
 """Starts grading some responses and returns a function that waits for the results, in order."""

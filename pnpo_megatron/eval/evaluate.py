@@ -12,7 +12,6 @@ from pnpo_megatron.eval.results import BenchmarkResult, EvalResult, SampleResult
 from pnpo_megatron.types import (
     Grade,
     Prompt,
-    RewardInput,
     RewardResult,
     Rollout,
     RolloutGroup,
@@ -84,14 +83,14 @@ def _run(
     progress: Progress | None,
 ) -> BenchmarkResult:
     groups = progress.groups(benchmark) if progress is not None else {}
-    waiting = {problem: grade(_inputs(group)) for problem, group in groups.items()}
+    waiting = {problem: grade(group.reward_inputs()) for problem, group in groups.items()}
     left = [problem for problem in benchmark.problems if problem.id not in groups]
     for group in sampler.generate(left, k, sampling, (seed, "eval", benchmark.name)) if left else ():
         _check_group(benchmark, group, k)
         if progress is not None:
             progress.add(benchmark.name, group)
         groups[group.prompt.id] = group
-        waiting[group.prompt.id] = grade(_inputs(group))
+        waiting[group.prompt.id] = grade(group.reward_inputs())
     missing = [problem.id for problem in benchmark.problems if problem.id not in groups]
     if missing:
         raise RolloutError(
@@ -120,16 +119,6 @@ def _check_group(benchmark: Benchmark, group: RolloutGroup, k: int) -> None:
         )
 
 
-def _inputs(group: RolloutGroup) -> list[RewardInput]:
-    prompt = group.prompt
-    return [
-        RewardInput(
-            prompt.text, prompt.answer, one.text, one.finish_reason, prompt.reasoning_open, prompt.meta
-        )
-        for one in group.rollouts
-    ]
-
-
 def _without_faults(
     benchmark: Benchmark, group: RolloutGroup, results: list[RewardResult], grade: Grade
 ) -> tuple[list[RewardResult], int]:
@@ -137,7 +126,7 @@ def _without_faults(
     failed = [index for index, result in enumerate(results) if result.value is None]
     if not failed:
         return results, 0
-    inputs = _inputs(group)
+    inputs = group.reward_inputs()
     for index, again in zip(failed, grade([inputs[index] for index in failed])(), strict=True):
         if again.value is None:
             raise RewardFaultError(

@@ -29,8 +29,9 @@ from pnpo_megatron.convert.stream import unwrapped
 from pnpo_megatron.errors import ConversionError
 from pnpo_megatron.parallel.groups import ParallelGroups
 from pnpo_megatron.policy.checkpoint_plan import model_layout, sharded_state, without_deprecations
-from pnpo_megatron.policy.checkpoint_save import ARCHITECTURE_FILE, CheckpointSave
+from pnpo_megatron.policy.checkpoint_save import ARCHITECTURE_FILE
 from pnpo_megatron.policy.checkpoint_save import HF_FILES as HF_FILES
+from pnpo_megatron.policy.checkpoint_save import CheckpointSave as CheckpointSave
 
 _PICKLED = {
     "torch": {"Size", "bfloat16", "float16", "float32", "float64", "int32", "int64", "uint8", "bool"},
@@ -42,11 +43,6 @@ _PICKLED = {
     },
 }  # fmt: skip
 """All that a list of tensors needs; a name that is not here could be code."""
-
-
-def save_checkpoint(folder: Path, *args: Any, **kwargs: Any) -> None:
-    """Write a checkpoint and wait for it: `CheckpointSave` in one call. Collective."""
-    CheckpointSave(folder, *args, **kwargs).finish()
 
 
 def load_checkpoint(

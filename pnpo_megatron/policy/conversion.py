@@ -16,13 +16,11 @@ from pnpo_megatron.convert.dry_run import check_space, describe, model_bytes
 from pnpo_megatron.convert.hf_folder import HfFolder
 from pnpo_megatron.convert.hf_writer import published_whole, refuse_existing, write_hf_folder
 from pnpo_megatron.convert.progress import progress_bar
-from pnpo_megatron.convert.stream import export_hf
 from pnpo_megatron.errors import ConversionError
 from pnpo_megatron.manifest import MANIFEST_FILE, damage, digest, write_manifest
 from pnpo_megatron.parallel.groups import ParallelGroups
-from pnpo_megatron.policy.checkpoint import HF_FILES, checkpoint_content, load_checkpoint
+from pnpo_megatron.policy.checkpoint import HF_FILES, checkpoint_content
 from pnpo_megatron.policy.checkpoint_save import files_of, write_description
-from pnpo_megatron.policy.model import PolicyModel, build_model, packed_seq_params
 from pnpo_megatron.policy.process_groups import (
     ParallelSettings,
     initialize_parallel,
@@ -153,31 +151,3 @@ def megatron_to_hf(plan: Plan, megatron: Path, *, overwrite: bool = False) -> No
         except Exception:
             check.result()  # damage explains whatever went wrong
             raise
-
-
-def load_model(megatron: Path, dtype: torch.dtype, groups: ParallelGroups) -> list[PolicyModel]:
-    """The model of a checkpoint, in this process."""
-    chunks = build_model(stored_hf_files(megatron).architecture, ParallelSettings(), dtype=dtype)
-    load_checkpoint(megatron, chunks, None, groups)
-    return chunks
-
-
-def sequence_hidden(model: PolicyModel, ids: Tensor) -> Tensor:
-    """[n, hidden] what the output layer sees of one sequence [n], n even: for comparisons."""
-    lengths = torch.tensor([0, len(ids)], dtype=torch.int32, device=ids.device)
-    packed = packed_seq_params(lengths, len(ids))
-    positions = torch.arange(len(ids), device=ids.device)
-    with torch.no_grad():
-        hidden: Tensor = model(ids[None], positions[None], attention_mask=None, packed_seq_params=packed)[0]
-        return hidden
-
-
-def largest_differences(
-    model: PolicyModel, hf: HfFolder, groups: ParallelGroups
-) -> Iterator[tuple[str, float]]:
-    """For every HF tensor, the largest absolute difference between a model and a folder; NaN where they
-    differ in NaNs."""
-    for name, tensor in export_hf([model], hf.architecture, groups):
-        wanted = hf.tensor(name).to(tensor.dtype)
-        same = torch.equal(tensor, wanted)
-        yield name, 0.0 if same else float((tensor.double() - wanted.double()).abs().max())

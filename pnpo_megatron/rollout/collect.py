@@ -17,7 +17,6 @@ from pnpo_megatron.seeds import derive_seed
 from pnpo_megatron.types import (
     Grade,
     Prompt,
-    RewardInput,
     RewardResult,
     Rollout,
     RolloutBatch,
@@ -157,7 +156,7 @@ def _sampled(
     seed = (settings.seed, "rollout", step)
     with suppress(NoResponsesError):  # a refill may be a single bad prompt
         for group in sampler.generate(prompts, settings.group_size, settings.sampling, seed):
-            yield group, grade([_reward_input(group.prompt, one) for one in group.rollouts])
+            yield group, grade(group.reward_inputs())
 
 
 def _told(
@@ -201,17 +200,6 @@ def probe(
     groups = list(sampler.generate(prompts, 1, sampling, seed))
     settings = CollectSettings(len(groups), 1, sampling, 0)
     return _assemble(step, groups, [[RewardResult(0.0)] for _ in groups], settings)
-
-
-def _reward_input(prompt: Prompt, rollout: Rollout) -> RewardInput:
-    return RewardInput(
-        prompt=prompt.text,
-        answer=prompt.answer,
-        text=rollout.text,
-        finish_reason=rollout.finish_reason,
-        reasoning_open=prompt.reasoning_open,
-        meta=prompt.meta,
-    )
 
 
 def _assemble(

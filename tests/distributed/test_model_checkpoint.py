@@ -26,12 +26,15 @@ def unbroken(
     **settings: Any,
 ) -> dict[str, Tensor]:
     """Five updates, saving before update `saved_at` (from 0)."""
-    from pnpo_megatron.policy.checkpoint import save_checkpoint
+    from pnpo_megatron.policy.checkpoint import CheckpointSave
 
     run = TinyRun(folder, sizes, **settings)
     for number in range(UPDATES):
         if number == saved_at:
-            save_checkpoint(at, run.chunks, run.optimizer, run.groups, portable=portable, source=run.source)
+            save = CheckpointSave(
+                at, run.chunks, run.optimizer, run.groups, portable=portable, source=run.source
+            )
+            save.finish()
         run.update(number)
     return run.export()
 
@@ -139,12 +142,12 @@ def plant(folder: str, work: str) -> dict[str, str]:
     import pickle
 
     os.chdir(work)
-    from pnpo_megatron.policy.checkpoint import load_checkpoint, save_checkpoint
+    from pnpo_megatron.policy.checkpoint import CheckpointSave, load_checkpoint
 
     run, at = TinyRun(Path(folder), {}), Path(work) / "checkpoint"
     refused = {}
     for file in (".metadata", "common.pt"):
-        save_checkpoint(at, run.chunks, run.optimizer, run.groups)
+        CheckpointSave(at, run.chunks, run.optimizer, run.groups).finish()
         if file == ".metadata":
             (at / file).write_bytes(pickle.dumps(Planted()))
         else:

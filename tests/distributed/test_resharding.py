@@ -58,11 +58,11 @@ def saved(
     folder: Path, sizes: dict[str, Any], sequences: list[TrainSequence], at: Path, portable: bool = True
 ) -> list[float]:
     """Two updates, save, three more: their losses."""
-    from pnpo_megatron.policy.checkpoint import save_checkpoint
+    from pnpo_megatron.policy.checkpoint import CheckpointSave
 
     learner = learner_of(folder, sizes)
     losses(learner, sequences, 2)
-    save_checkpoint(at, learner.chunks, learner.optimizer, learner.groups, portable=portable)
+    CheckpointSave(at, learner.chunks, learner.optimizer, learner.groups, portable=portable).finish()
     return losses(learner, sequences, 3)
 
 

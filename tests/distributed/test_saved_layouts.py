@@ -29,7 +29,7 @@ FOUR: dict[str, dict[str, Any]] = {
 
 def load_and_save(folder: str, base: str, layouts: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
     """Per layout: tensors that are not the source's after a load. Saves each with an optimizer, untrained."""
-    from pnpo_megatron.policy.checkpoint import load_checkpoint, save_checkpoint
+    from pnpo_megatron.policy.checkpoint import CheckpointSave, load_checkpoint
 
     source, wrong = HfFolder(Path(folder)), {}
     for name, sizes in layouts.items():
@@ -38,7 +38,8 @@ def load_and_save(folder: str, base: str, layouts: dict[str, dict[str, Any]]) ->
         exported = run.export()
         wrong[name] = [tensor for tensor, value in exported.items() if not same(value, source, tensor)]
         assert sorted(exported) == source.names()
-        save_checkpoint(Path(base) / name, run.chunks, run.optimizer, run.groups, source=run.source)
+        at = Path(base) / name
+        CheckpointSave(at, run.chunks, run.optimizer, run.groups, source=run.source).finish()
     return wrong
 
 

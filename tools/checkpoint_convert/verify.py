@@ -12,9 +12,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from pnpo_megatron.convert.hf_folder import HfFolder
+from pnpo_megatron.convert.stream import export_hf
 from pnpo_megatron.errors import UserError
-from pnpo_megatron.policy.conversion import largest_differences, load_model, one_process, sequence_hidden
-from pnpo_megatron.policy.model import output_weight
+from pnpo_megatron.parallel.settings import ParallelSettings
+from pnpo_megatron.policy.checkpoint import load_checkpoint
+from pnpo_megatron.policy.conversion import one_process, stored_hf_files
+from pnpo_megatron.policy.model import PolicyModel, build_model, output_weight, packed_seq_params
 
 DENSE_BOUND, EXPERTS_BOUND = 1e-5, 1e-4
 EXAMPLE = "example: python tools/checkpoint_convert/verify.py --hf models/Qwen2.5-1.5B --megatron ckpt/qwen"
@@ -40,17 +43,35 @@ def sample(vocab: int, tokens: int) -> Tensor:
     return torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(0))
 
 
+def hidden_of(model: PolicyModel, ids: Tensor) -> Tensor:
+    """[n, hidden] what the output layer sees of one sequence [n], n even."""
+    packed = packed_seq_params(torch.tensor([0, len(ids)], dtype=torch.int32), len(ids))
+    positions = torch.arange(len(ids))
+    with torch.no_grad():
+        hidden: Tensor = model(ids[None], positions[None], attention_mask=None, packed_seq_params=packed)[0]
+        return hidden
+
+
+def difference(ours: Tensor, wanted: Tensor) -> float:
+    """The largest absolute one; NaN where they differ in NaNs."""
+    wanted = wanted.to(ours.dtype)
+    return 0.0 if torch.equal(ours, wanted) else float((ours.double() - wanted.double()).abs().max())
+
+
 def verify(hf: HfFolder, megatron: Path, tokens: int, bound: float | None) -> bool:
     """Print the differences; whether all are within bounds. Both sides compute in float32, one at a time."""
     arch = hf.architecture
     hf.check_complete()
     ids = sample(arch.vocab, min(tokens, arch.max_positions) // 2 * 2)
     with one_process() as groups:
-        (model,) = load_model(megatron, torch.float32, groups)
-        wrong = [(name, gap) for name, gap in largest_differences(model, hf, groups) if gap != 0.0]
-        hidden, head = sequence_hidden(model, ids), output_weight(model)[: arch.vocab].detach()
+        stored = stored_hf_files(megatron).architecture
+        (model,) = build_model(stored, ParallelSettings(), dtype=torch.float32)
+        load_checkpoint(megatron, [model], None, groups)
+        gaps = {name: difference(one, hf.tensor(name)) for name, one in export_hf([model], arch, groups)}
+        hidden, head = hidden_of(model, ids), output_weight(model)[: arch.vocab].detach()
         del model
-    for name, gap in wrong:  # a NaN is a difference
+    wrong = {name: gap for name, gap in gaps.items() if gap != 0.0}  # a NaN is a difference
+    for name, gap in wrong.items():
         print(f"tensor      {name} differs by up to {gap:g}")
     if bound is None:
         bound = EXPERTS_BOUND if arch.experts else DENSE_BOUND

@@ -19,7 +19,7 @@ from pnpo_megatron.convert.hf_writer import published_whole
 from pnpo_megatron.convert.stream import load_hf_weights
 from pnpo_megatron.errors import ConversionError
 from pnpo_megatron.manifest import damage
-from pnpo_megatron.policy.checkpoint import save_checkpoint, tensor_list
+from pnpo_megatron.policy.checkpoint import CheckpointSave, tensor_list
 from pnpo_megatron.policy.conversion import Plan, hf_to_megatron, one_process
 from pnpo_megatron.policy.model import build_model
 from pnpo_megatron.policy.process_groups import ParallelSettings
@@ -39,7 +39,7 @@ def test_the_written_checkpoint_is_what_megatron_itself_writes(tmp_path, family)
     with one_process() as groups:
         chunks = build_model(source.architecture, ParallelSettings(), dtype=torch.float32)
         load_hf_weights(chunks, source, groups)
-        save_checkpoint(tmp_path / "whole", chunks, None, groups)
+        CheckpointSave(tmp_path / "whole", chunks, None, groups).finish()
         ours, theirs = tensor_list(streamed), tensor_list(tmp_path / "whole")
         assert ours.state_dict_metadata == theirs.state_dict_metadata  # names, shapes, pieces, objects
         assert ours.storage_data.keys() == theirs.storage_data.keys()
