@@ -33,7 +33,7 @@ def write_text_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[bool]:
-    """Whether this process could take the lock of a file or folder; the kernel frees that of a dead process."""
+    """Whether this process could take the lock of a file or folder; a process that dies frees its own."""
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # NFS wants files writable
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
