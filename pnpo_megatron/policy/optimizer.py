@@ -105,7 +105,22 @@ def wrap_data_parallel(chunks: Sequence[Any], settings: OptimizerSettings) -> li
     if settings.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
+    elif settings.distributed:
+        for chunk in wrapped:
+            _keep_from_oneself(chunk)
     return wrapped
+
+
+def _keep_from_oneself(chunk: DistributedDataParallel) -> None:
+    """A rank that shares parameters with no other has the whole gradient and all weights: Megatron would send
+    them to itself all the same, which gloo turns into copies."""
+    for bucket_group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+        if bucket_group.intra_distributed_optimizer_instance_size == 1:
+            vars(bucket_group).update(start_grad_sync=_nothing, start_param_sync=_nothing)
+
+
+def _nothing(**_: Any) -> None:
+    """In the place of a collective of one rank."""
 
 
 def _mark_copied_experts(chunk: Any, config: Any) -> None:
