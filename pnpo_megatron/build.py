@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pnpo_megatron.config import Config
+from pnpo_megatron.convert.hf_folder import DTYPES
 from pnpo_megatron.convert.stream import load_hf_weights
 from pnpo_megatron.data.order import Mixture, PromptSource, make_source
 from pnpo_megatron.inputs import Inputs, experts_settings
@@ -28,8 +29,6 @@ from pnpo_megatron.rollout.server_sampler import ServerSampler
 from pnpo_megatron.rollout.settings import SamplerSettings
 from pnpo_megatron.rollout.vllm_sampler import VllmSampler
 from pnpo_megatron.serve import engine_settings
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -117,18 +116,21 @@ def _longest_work_of_rank_zero(config: Config) -> float:
 
 def build_learner(config: Config, inputs: Inputs, groups: ParallelGroups) -> MegatronLearner:
     """Megatron's model with the folder's weights, its optimizer, and what turns batches into updates."""
+    model, fused = config.model, config.model.fused_swiglu
+    modules: dict[str, Any] = {"recompute_modules": model.recompute_modules}
     chunks = build_model(
         inputs.architecture,
         inputs.parallel,
-        dtype=DTYPES[config.model.dtype],
-        recompute=config.model.recompute,
-        attention_backend=config.model.attention_backend,
-        **_memory_overrides(config),
+        dtype=DTYPES[model.dtype],
+        recompute=model.recompute,
+        attention_backend=model.attention_backend,
+        bias_activation_fusion=torch.cuda.is_available() if fused is None else fused,
+        **(modules if model.recompute == "selective" else {}),
         **experts_settings(config, inputs.architecture),
         deterministic_mode=config.run.deterministic and torch.cuda.is_available(),
     )
-    if config.model.init:
-        load_checkpoint(config.model.init, chunks, None, groups)
+    if model.init:
+        load_checkpoint(model.init, chunks, None, groups)
     else:
         load_hf_weights(chunks, inputs.folder, groups)
     settings = config.optimizer.model_dump(exclude={"max_skipped"})
@@ -141,22 +143,13 @@ def build_learner(config: Config, inputs: Inputs, groups: ParallelGroups) -> Meg
             temperature=config.rollout.temperature,
             max_tokens=config.batching.max_tokens,
             padded=config.batching.layout == "padded",
-            logprob_chunk=config.model.logprob_chunk,
+            logprob_chunk=model.logprob_chunk,
             kl_coef=config.objective.kl_coef,
             entropy_coef=config.objective.entropy_coef,
-            moe_bias_rate=config.model.moe_bias_rate,
+            moe_bias_rate=model.moe_bias_rate,
             gradient_cosine=config.run.gradient_cosine and config.objective.epochs > 1,
         ),
     )
-
-
-def _memory_overrides(config: Config) -> dict[str, Any]:
-    modules = {"recompute_modules": config.model.recompute_modules}
-    fused = config.model.fused_swiglu
-    return {
-        "bias_activation_fusion": torch.cuda.is_available() if fused is None else fused,
-        **(modules if config.model.recompute == "selective" else {}),
-    }
 
 
 def start_sampler(config: Config, inputs: Inputs) -> EngineSampler:

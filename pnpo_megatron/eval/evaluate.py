@@ -9,15 +9,7 @@ from pnpo_megatron.errors import ConfigError, RewardFaultError, RolloutError
 from pnpo_megatron.eval.benchmarks import Benchmark
 from pnpo_megatron.eval.progress import Progress
 from pnpo_megatron.eval.results import BenchmarkResult, EvalResult, SampleResult
-from pnpo_megatron.types import (
-    Grade,
-    Prompt,
-    RewardResult,
-    Rollout,
-    RolloutGroup,
-    Sampler,
-    Sampling,
-)
+from pnpo_megatron.types import Grade, Prompt, RewardResult, Rollout, RolloutGroup, Sampler, Sampling
 
 RIGHT_ABOVE = 0.5
 """A sample counts as right when its reward is above this; the maths grader gives 0 or 1."""
