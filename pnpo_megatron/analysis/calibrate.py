@@ -55,16 +55,6 @@ class Tolerances:
         return self.gate_low > 0 and self.gate_high > 0
 
 
-@dataclass(frozen=True)
-class Slice:
-    """Acceptance of a part of the tokens."""
-
-    name: str
-    responses_share: float
-    """Part of all tokens, each weighted by 1/L."""
-    acceptance: float
-
-
 def excess(log_weight: Tensor, position: Tensor, length: Tensor | int, *, flat: bool = False) -> Tensor:
     """The gate's u = expm1(log_w) / h with h = sqrt(L/t) (Eq. 8), or h = 1 for a flat gate; float64."""
     above_one = torch.expm1(log_weight.double())
@@ -99,35 +89,20 @@ def weighted_quantiles(values: Tensor, weights: Tensor, levels: Sequence[float])
     return [float(value) for value in ordered[places.clamp(max=len(ordered) - 1)]]
 
 
-def by_position(tokens: Tokens, tolerances: Tolerances) -> list[Slice]:
-    """Acceptance in tenths of the response."""
-    bins = (BINS * (tokens.position.long() - 1)) // tokens.length.long()
-    return [
-        _slice(f"{index / BINS:.1f}-{(index + 1) / BINS:.1f}", tokens, tolerances, bins == index)
-        for index in range(BINS)
-    ]
-
-
-def by_length(tokens: Tokens, tolerances: Tolerances) -> list[Slice]:
-    """Acceptance by length class, powers of two."""
+def slices(tokens: Tokens, tolerances: Tolerances) -> dict[str, list[tuple[str, float, float]]]:
+    """What is kept of tenths of the response, of length classes (powers of two) and of the advantage's signs:
+    (name, part of all tokens, part of them that the gate keeps), each token weighted by 1/L."""
+    tenth = (BINS * (tokens.position.long() - 1)) // tokens.length.long()
     power = torch.log2(tokens.length.double()).floor().long()
-    return [
-        _slice(f"{2**p}-{2 ** (p + 1) - 1}", tokens, tolerances, power == p)
-        for p in sorted(set(power.tolist()))
-    ]
+    signs = {"A > 0": tokens.advantages > 0, "A = 0": tokens.advantages == 0, "A < 0": tokens.advantages < 0}
+    chosen = {
+        "position t/L": {f"{n / BINS:.1f}-{(n + 1) / BINS:.1f}": tenth == n for n in range(BINS)},
+        "response length": {f"{2**p}-{2 ** (p + 1) - 1}": power == p for p in sorted(set(power.tolist()))},
+        "advantage": {name: mask for name, mask in signs.items() if mask.any()},
+    }
 
+    def one(name: str, mask: Tensor) -> tuple[str, float, float]:
+        part = float((tokens.share * mask).sum() / tokens.share.sum())
+        return name, part, tokens.acceptance(tolerances.gate_low, tolerances.gate_high, mask)
 
-def by_sign(tokens: Tokens, tolerances: Tolerances) -> list[Slice]:
-    """Acceptance by the sign of the advantage; signs that do not occur are left out."""
-    sign = tokens.advantages.sign()
-    names = {1.0: "A > 0", 0.0: "A = 0", -1.0: "A < 0"}
-    return [
-        _slice(name, tokens, tolerances, sign == value)
-        for value, name in names.items()
-        if (sign == value).any()
-    ]
-
-
-def _slice(name: str, tokens: Tokens, tolerances: Tolerances, chosen: Tensor) -> Slice:
-    part = float((tokens.share * chosen).sum() / tokens.share.sum())
-    return Slice(name, part, tokens.acceptance(tolerances.gate_low, tolerances.gate_high, chosen))
+    return {heading: [one(name, mask) for name, mask in masks.items()] for heading, masks in chosen.items()}

@@ -13,16 +13,7 @@ from rich.table import Table
 
 from pnpo_megatron.algorithm import objective_settings, resolve_weight
 from pnpo_megatron.algorithm.presets import OBJECTIVE_KEYS
-from pnpo_megatron.analysis.calibrate import (
-    Slice,
-    Tokens,
-    Tolerances,
-    by_length,
-    by_position,
-    by_sign,
-    calibrate,
-    excess,
-)
+from pnpo_megatron.analysis.calibrate import Tokens, Tolerances, calibrate, excess, slices
 from pnpo_megatron.analysis.run_folder import RunFolder, read_run
 from pnpo_megatron.analysis.token_dump import TokenDump, read_tokens
 from pnpo_megatron.errors import DONE, ConfigError, DataError
@@ -115,9 +106,13 @@ def print_recommendation(tokens: Tokens, wanted: float, console: Console) -> Non
     found = calibrate(tokens, wanted)
     band = f"gate_low = {found.gate_low:.3e}, gate_high = {found.gate_high:.3e}"
     console.print(f"epoch {tokens.epoch}, the last, with {band}")
-    console.print(_slices("position t/L", by_position(tokens, found)))
-    console.print(_slices("response length", by_length(tokens, found)))
-    console.print(_slices("advantage", by_sign(tokens, found)))
+    for heading, rows in slices(tokens, found).items():
+        table = Table(box=SIMPLE_HEAD)
+        for column in (heading, "part of tokens, 1/L each", "kept"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for name, part, kept in rows:
+            table.add_row(name, f"{100 * part:.1f} %", f"{100 * kept:.1f} %")
+        console.print(table)
     for side, value in (("low", found.gate_low), ("high", found.gate_high)):
         if value <= 0:
             console.print(f"no positive tolerance reaches {wanted:g}: gate_{side} would be {value:.3e}")
@@ -142,12 +137,3 @@ def _join(epoch: int, dumps: Sequence[TokenDump], gate: dict[str, Any]) -> Token
         length=length,
         advantages=joined("advantages"),
     )
-
-
-def _slices(heading: str, slices: Sequence[Slice]) -> Table:
-    table = Table(box=SIMPLE_HEAD)
-    for name in (heading, "part of tokens, 1/L each", "kept"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for one in slices:
-        table.add_row(one.name, f"{100 * one.responses_share:.1f} %", f"{100 * one.acceptance:.1f} %")
-    return table
