@@ -52,9 +52,10 @@ class Routing:
         self.routers = [
             [one for one in chunk.modules() if isinstance(one, TopKRouter)] for chunk in self.chunks
         ]
+        self._all_routers = [one for chunk in self.routers for one in chunk]
         device = next(self.chunks[0].parameters()).device
         self.load = torch.zeros(self.layers, self.experts.count if self.experts else 0, device=device)
-        for router in (one for chunk in self.routers for one in chunk):
+        for router in self._all_routers:
             router.register_forward_hook(self._count)
 
     def record(self, mini_batch: MiniBatch) -> None:
@@ -76,9 +77,7 @@ class Routing:
             place, real = self._places(packed, flat)
             routes[place[real], layer] = chosen[real].to(routes.dtype)
         self._recorded.clear()
-        for group in (self.groups.dp_cp, self.groups.tp if self.split else None, self.groups.pp):
-            routes = sum_over(routes, group)
-        parts = routes.to(torch.int16).cpu().split(flat.starts.diff().tolist())
+        parts = self._over_ranks(routes).to(torch.int16).cpu().split(flat.starts.diff().tolist())
         self._known = {key: one for key, one in self._known.items() if one[0]() is not None}
         for sequence, part in zip(mini_batch.sequences, parts, strict=True):
             self._known[id(sequence.ids)] = (weakref.ref(sequence.ids), part.clone())
@@ -133,7 +132,7 @@ class Routing:
         averaged over layers, and `moe/idle_experts`, the share of experts that got no token."""
         if self.experts is None:
             return {}
-        load = self._whole_load()
+        load = self._over_ranks(self.load)
         load = load[load.any(1)] if load.any() else load  # layers without experts aside
         mean = load.mean(1).clamp(min=1.0)
         return {
@@ -147,25 +146,23 @@ class Routing:
         (DeepSeek-V3, arXiv 2412.19437, 2.1.2). Megatron would do so before an update that is then skipped."""
         if not rate:
             return
-        load = self._whole_load()
-        for router in (one for chunk in self.routers for one in chunk):
+        load = self._over_ranks(self.load)
+        for router in self._all_routers:
             seen = load[router.layer_number - 1]
             router.expert_bias += rate * (seen.mean() - seen).sign()
 
-    def _whole_load(self) -> Tensor:
-        """[layers, experts] of the last update, over all ranks."""
-        load = self.load
+    def _over_ranks(self, part: Tensor) -> Tensor:
+        """The sum over all ranks that route other tokens, or have other layers."""
         for group in (self.groups.dp_cp, self.groups.tp if self.split else None, self.groups.pp):
-            load = sum_over(load, group)
-        return load
+            part = sum_over(part, group)
+        return part
 
     def _count(self, router: Any, _: Any, output: tuple[Tensor, Tensor]) -> None:
         self.load[router.layer_number - 1] += output[1].sum(0)
 
     def _act(self, action: RouterReplayAction | None) -> None:
-        for router in (one for chunk in self.routers for one in chunk):
-            if self.replay:
-                router.router_replay.set_router_replay_action(action)
+        for router in self._all_routers if self.replay else ():
+            router.router_replay.set_router_replay_action(action)
 
     def _places(self, packed: PackedBatch, flat: FlatTokens) -> tuple[Tensor, Tensor]:
         """([n] place in the flat mini-batch, [n] whether it is a token at all) of what this rank routes."""

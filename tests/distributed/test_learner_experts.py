@@ -136,7 +136,7 @@ def run_biases(folder: Path, layouts: dict[str, Any]) -> dict[str, Any]:
         for rows in (sequences, [replace(one, advantage=0.0) for one in sequences]):
             learner.update(share(rows, "response"), objective, step=1)
             if rows is sequences:
-                load = learner.routing._whole_load().clone()
+                load = learner.routing._over_ranks(learner.routing.load).clone()
         moved = {layer: (one.expert_bias - before[layer]).tolist() for layer, one in routers.items()}
         found[name] = {"load": load.tolist(), "moved": moved}
     return found

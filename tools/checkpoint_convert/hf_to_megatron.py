@@ -44,12 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(plan.summary())
         if not args.dry_run:
             hf_to_megatron(plan, overwrite=args.overwrite)
-    except UserError as error:
+    except (UserError, OSError) as error:  # OSError: a full disk, say; no traceback helps
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:  # a full disk, say: no traceback helps
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, UserError) else 1
     return 0
 
 

@@ -73,12 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             quantised(plan, args, how)
         else:
             megatron_to_hf(plan, args.megatron, overwrite=args.overwrite)
-    except UserError as error:
+    except (UserError, OSError) as error:  # OSError: a full disk, say; no traceback helps
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:  # a full disk, say: no traceback helps
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, UserError) else 1
     return 0
 
 
