@@ -95,7 +95,3 @@ def engine_settings(config: Config) -> EngineSettings:
 def default_cache_bytes() -> int:
     """Key-value cache of the engine where none is set."""
     return GPU_CACHE_BYTES if torch.cuda.is_available() else CPU_CACHE_BYTES
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -151,15 +151,19 @@ def rows_of(results: Mapping[str, Any]) -> list[list[object]]:
         if not runs:
             table.append([name, n, *[None] * 5])
             continue
-        gap = None if name == results["baseline"] else difference(runs, groups[results["baseline"]])
         last = [run["rejected_by_epoch"][-1] for run in runs]
         table.append([
             name, n,
             *(shown(interval([problem_scores(pick(run)) for run in runs])) for pick in (final, peak)),
-            None if gap is None else f"{shown(gap[1], '+')}, n = {gap[0]}",
+            _gap(runs, groups[results["baseline"]]),
             f"{runs[0]['responses']:,}", f"{100 * fmean(last):.1f} %",
         ])  # fmt: skip
     return table
+
+
+def _gap(mine: Sequence[Run], other: Sequence[Run]) -> str | None:
+    gap = None if mine is other else difference(mine, other)
+    return None if gap is None else f"{shown(gap[1], '+')}, n = {gap[0]}"
 
 
 def shown(values: tuple[float, float, float], sign: str = "") -> str:
@@ -176,12 +180,7 @@ def headings(results: Mapping[str, Any]) -> list[str]:
 def differences(results: Mapping[str, Any]) -> tuple[list[str], list[list[object]]]:
     """Head and rows of the paired differences of final scores, row minus column, each with its n."""
     groups = {name: runs for name, runs in grouped(results).items() if runs}
-
-    def cell(mine: Sequence[Run], other: Sequence[Run]) -> str | None:
-        gap = None if mine is other else difference(mine, other)
-        return None if gap is None else f"{shown(gap[1], '+')}, n = {gap[0]}"
-
-    rows = [[name, *(cell(mine, other) for other in groups.values())] for name, mine in groups.items()]
+    rows = [[name, *(_gap(mine, other) for other in groups.values())] for name, mine in groups.items()]
     return ["final, row minus column", *groups], rows  # type: ignore[return-value]
 
 

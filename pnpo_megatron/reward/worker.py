@@ -35,11 +35,11 @@ def load_function(name: str) -> RewardFunction:
         ValueError: no such module, no such function, or not callable.
     """
     if name == "math":
-        from pnpo_megatron.reward.math_answer import math_reward
+        from pnpo_megatron.reward.math_answer import grade_sample
         from pnpo_megatron.reward.symbolic import load_math_verify
 
         load_math_verify()  # before the first deadline runs
-        return math_reward
+        return grade_sample
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise ValueError(f'reward function {name!r}: expected "math" or "module:function"')
@@ -59,23 +59,15 @@ def score(functions: Mapping[str, tuple[RewardFunction, float]], sample: RewardI
     total, answer = 0.0, None
     for name, (function, weight) in functions.items():
         try:
+            found = function(sample)
             if name == "math":
-                value, answer = _grade(sample)
-            else:
-                value = _number(function(sample))
+                found, answer = found.correct, found.answer
+            total += weight * _number(found)
         except Exception as error:  # the user's code: any failure is a fault, never a reward
             where = traceback.extract_tb(error.__traceback__)[-1]
             fault = f"{name}: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
             return None, fault[:2000], None
-        total += weight * value
     return total, "", answer
-
-
-def _grade(sample: RewardInput) -> tuple[float, str | None]:
-    from pnpo_megatron.reward.math_answer import grade_sample
-
-    verdict = grade_sample(sample)
-    return float(verdict.correct), verdict.answer
 
 
 def _number(value: Any) -> float:
