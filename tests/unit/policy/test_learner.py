@@ -262,6 +262,23 @@ def test_two_updates_are_those_of_torch_adamw_with_clipping_warm_up_and_decay_of
         assert (found[name].double() - weight.detach()).norm() < 1e-4 * moved.norm() + stored, name
 
 
+def updated_without_sending(folder: Path, sequences: list[TrainSequence]) -> float:
+    from megatron.core.distributed import param_and_grad_buffer
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise AssertionError("one rank sends itself its gradients or weights")
+
+    vars(param_and_grad_buffer).update(dist_reduce_scatter_func=refused, dist_all_gather_func=refused)
+    objective = make_objective("pnpo", **GATES["pnpo"])
+    return make_learner(folder).update(share(sequences, "response"), objective, step=1)["update/skipped"]
+
+
+def test_a_rank_alone_sends_itself_no_gradients_and_no_weights(
+    spawn: Any, folder: Path, drifted: list[TrainSequence]
+) -> None:
+    assert spawn(updated_without_sending, 1, folder, drifted) == [0.0]
+
+
 def rates() -> dict[str, list[float]]:
     from pnpo_megatron.policy.optimizer import OptimizerSettings, learning_rate
 
