@@ -44,16 +44,6 @@ def split_qkv(fused: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
     return tuple(part.reshape(-1, *rest) for part in grouped.split(widths, dim=1))
 
 
-def fuse_gate_up(parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
-    """gate and up, each [ffn, hidden], to [2*ffn, hidden]."""
-    return torch.cat(tuple(parts))
-
-
-def split_gate_up(fused: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
-    """The inverse of `fuse_gate_up`."""
-    return fused.chunk(2)
-
-
 def pad_vocab(parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
     """[vocab, hidden] to [padded_vocab, hidden] with zero rows at the end (TRAPS H24)."""
     (table,) = parts
@@ -68,17 +58,6 @@ def trim_vocab(fused: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
     return (fused[: sizes.vocab],)
 
 
-def take_single(parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
-    """One tensor as it is."""
-    (tensor,) = parts
-    return tensor
-
-
-def give_single(fused: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
-    """One tensor as it is."""
-    return (fused,)
-
-
 @dataclass(frozen=True)
 class Layout:
     """A pair of inverse functions, and how tensor parallelism cuts the fused tensor."""
@@ -89,9 +68,9 @@ class Layout:
     """Equal blocks along the cut dimension that are cut one by one: 2 for [gate; up]."""
 
 
-SINGLE = Layout(take_single, give_single)
+SINGLE = Layout(lambda parts, _: parts[0], lambda fused, _: (fused,))
 QKV = Layout(fuse_qkv, split_qkv)
-GATE_UP = Layout(fuse_gate_up, split_gate_up, blocks=2)
+GATE_UP = Layout(lambda parts, _: torch.cat(tuple(parts)), lambda fused, _: fused.chunk(2), blocks=2)
 VOCAB = Layout(pad_vocab, trim_vocab)
 
 

@@ -106,7 +106,7 @@ class Template:
         bos = self.tokenizer.bos_token_id
         if bos is None:
             return tuple(ids)
-        if self._begins_with_bos() and ids[:1] != [bos]:
+        if ids[:1] != [bos] and self.tokenizer("a")["input_ids"][:1] == [bos]:
             ids.insert(0, bos)
         if ids[:2] == [bos, bos]:
             raise ConfigError(
@@ -114,10 +114,6 @@ class Template:
                 "of them"
             )
         return tuple(ids)
-
-    def _begins_with_bos(self) -> bool:
-        ids = self.tokenizer("a")["input_ids"]
-        return bool(ids) and ids[0] == self.tokenizer.bos_token_id
 
 
 def load_tokenizer(folder: Path | str) -> Any:

@@ -115,13 +115,9 @@ def _named(answer: str, gold: str) -> bool | None:
     rests = [text[match.end() :] if match else text for text, match in ((answer, left), (gold, right))]
     if any("=" in rest or not rest for rest in rests):
         return None
-    if left and right and _has_letters(rests[1]):
+    if left and right and re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])", rests[1]):
         return None  # a line y = 2x + 3: an equation, left to the solver
     return _equal(clean(rests[0]), clean(rests[1]))
-
-
-def _has_letters(text: str) -> bool:
-    return bool(re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])", text))
 
 
 def _union(answer: str, gold: str) -> bool | None:

@@ -75,8 +75,3 @@ def grade_sample(sample: RewardInput) -> Grade:
         finish_reason=sample.finish_reason,
         timeout_s=None,
     )
-
-
-def math_reward(sample: RewardInput) -> float:
-    """1.0 for a right final answer, 0.0 for a wrong or missing one; see `grade_sample`."""
-    return float(grade_sample(sample).correct)

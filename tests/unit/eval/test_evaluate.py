@@ -18,7 +18,7 @@ from pnpo_megatron.errors import ConfigError, RewardFaultError, RolloutError
 from pnpo_megatron.eval.benchmarks import Benchmark
 from pnpo_megatron.eval.evaluate import Grade, evaluate
 from pnpo_megatron.eval.results import EvalResult, print_table
-from pnpo_megatron.reward.math_answer import math_reward
+from pnpo_megatron.reward.math_answer import grade_sample
 from pnpo_megatron.seeds import derive_seed
 from pnpo_megatron.types import Prompt, RewardInput, RewardResult, Rollout, RolloutGroup, Sampling
 
@@ -62,7 +62,9 @@ class FakeSampler:
 
 
 def maths(inputs: Sequence[RewardInput]) -> Callable[[], list[RewardResult]]:
-    return lambda: [RewardResult(math_reward(sample), answer=sample.text) for sample in inputs]
+    return lambda: [
+        RewardResult(float(grade_sample(sample).correct), answer=sample.text) for sample in inputs
+    ]
 
 
 def run(
@@ -170,7 +172,7 @@ class FaultyGrader:
         self.seen[sample.text] = self.seen.get(sample.text, 0) + 1
         if self.seen[sample.text] <= self.failures:
             return RewardResult(None, fault="the grading worker died")
-        return RewardResult(math_reward(sample))
+        return RewardResult(float(grade_sample(sample).correct))
 
 
 def test_a_fault_is_graded_again_and_counted_and_never_a_wrong_answer() -> None:

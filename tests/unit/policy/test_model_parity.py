@@ -157,13 +157,14 @@ def test_h23_a_planted_wrong_layout_changes_the_logits(layout, fault, groups, tm
 
     reference = make_hf_model("qwen2")
     folder = save_hf_model(reference, tmp_path / "hf")
-    object.__setattr__(getattr(layouts, layout), "fuse", fault)  # frozen: the fault is planted by force
+    wrong = getattr(layouts, layout)
+    right = wrong.fuse
+    object.__setattr__(wrong, "fuse", fault)  # frozen: the fault is planted by force
     try:
         ids = sequences()[:1]
         (logits,) = megatron_logits(folder, groups, ids)
     finally:
-        right = layouts.fuse_qkv if layout == "QKV" else layouts.fuse_gate_up
-        object.__setattr__(getattr(layouts, layout), "fuse", right)
+        object.__setattr__(wrong, "fuse", right)
     assert (logits - hf_logits(reference, ids[0])).abs().max() > 0.1
 
 

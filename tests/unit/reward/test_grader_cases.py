@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pnpo_megatron.reward.math_answer import grade, math_reward
+from pnpo_megatron.reward.math_answer import grade, grade_sample
 from pnpo_megatron.reward_types import RewardInput
 
 TABLE = Path(__file__).resolve().parents[2] / "data" / "grader_cases.jsonl"
@@ -67,7 +67,7 @@ def test_the_reward_of_a_sample_is_its_verdict_with_open_reasoning_and_finish_re
         sample = RewardInput(
             "question", row["gold"], row["prediction_text"], row["finish_reason"], row["reasoning_open"]
         )
-        assert math_reward(sample) == float(row["correct"]), row["why"]
+        assert grade_sample(sample).correct == row["correct"], row["why"]
 
 
 @pytest.mark.parametrize("gold", ["", "  ", None])
