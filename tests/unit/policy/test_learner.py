@@ -265,12 +265,15 @@ def test_two_updates_are_those_of_torch_adamw_with_clipping_warm_up_and_decay_of
 def updated_without_sending(folder: Path, sequences: list[TrainSequence]) -> float:
     from megatron.core.distributed import param_and_grad_buffer
 
+    from pnpo_megatron.policy.optimizer import OptimizerSettings
+
     def refused(*_: Any, **__: Any) -> None:
         raise AssertionError("one rank sends itself its gradients or weights")
 
     vars(param_and_grad_buffer).update(dist_reduce_scatter_func=refused, dist_all_gather_func=refused)
+    learner = make_learner(folder, optimizer=OptimizerSettings(distributed=True))
     objective = make_objective("pnpo", **GATES["pnpo"])
-    return make_learner(folder).update(share(sequences, "response"), objective, step=1)["update/skipped"]
+    return learner.update(share(sequences, "response"), objective, step=1)["update/skipped"]
 
 
 def test_a_rank_alone_sends_itself_no_gradients_and_no_weights(
