@@ -179,19 +179,16 @@ def study_results(study: Study) -> dict[str, Any]:
     """The finished runs' results; the same whatever was killed and resumed on the way."""
     faults = {f"{cell.setting}, seed {cell.seed}": fault.read_text(encoding="utf-8").strip()
               for cell in study.cells if (fault := cell.config.run.folder / "fault").is_file()}  # fmt: skip
+    finished = [
+        run_result(one.config.run.folder, one.setting, one.seed) for one in study.cells if one.finished
+    ]
     return {
         "name": study.path.stem,
         "baseline": study.baseline,
         "settings": list(study.settings),
         "seeds": list(study.seeds),
         "failed": faults,
-        **joined(
-            [
-                run_result(cell.config.run.folder, cell.setting, cell.seed)
-                for cell in study.cells
-                if cell.finished
-            ]
-        ),
+        **joined(finished),
     }
 
 
