@@ -143,7 +143,8 @@ def _read_model(config: Config, parallel: ParallelSettings) -> HfFolder:
 def experts_settings(config: Config, arch: Architecture) -> dict[str, Any]:
     """Settings of a mixture of experts, as fields of Megatron's configuration; see `experts_overrides`."""
     replay = config.model.router_replay
-    if replay == "rollout" and config.rollout.engine == "vllm" and not torch.cuda.is_available():
+    sampled_here = config.rollout.engine == "vllm" and not config.rollout.replay
+    if replay == "rollout" and sampled_here and not torch.cuda.is_available():
         raise ConfigError(
             'model.router_replay = "rollout": without a CUDA device vLLM does not tell where it sent tokens; '
             "use true"

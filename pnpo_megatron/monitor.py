@@ -6,7 +6,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -106,8 +107,8 @@ class Monitor:
             self._progress.stop()
             self._tensorboard.close()
             self._file.close()
-            for tracker in self._trackers:
-                tracker.close()
+            for tracker in list(self._trackers):
+                self._track(tracker, tracker.close)
 
     def _cut(self, path: Path, size: int) -> None:
         """Rows past `size` belong to updates that are made again."""
@@ -131,11 +132,14 @@ class Monitor:
         for key, number in numbers.items():
             self._tensorboard.add_scalar(key, number, at)
         for tracker in list(self._trackers):
-            try:
-                tracker.log(numbers, at)
-            except Exception as error:  # whatever the tool raises: training goes on without it
-                self._trackers.remove(tracker)
-                self.say(f"{tracker.name} gets no more metrics: {type(error).__name__}: {error}")
+            self._track(tracker, partial(tracker.log, numbers, at))
+
+    def _track(self, tracker: Tracker, work: Callable[[], Any]) -> None:
+        try:
+            work()
+        except Exception as error:  # whatever the tool raises: training goes on without it
+            self._trackers.remove(tracker)
+            self.say(f"{tracker.name} gets no more metrics: {type(error).__name__}: {error}")
 
     def _note(self) -> str:
         shown = {"reward/mean": "reward", "gate/rejected_fraction": "rejected", "loss": "loss"}

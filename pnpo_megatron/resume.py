@@ -190,7 +190,8 @@ def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[
     changes: list[str] = []
     rounding: list[str] = []
     for key in sorted(saved.keys() & now.keys()):
-        if saved[key] == now[key] or key.startswith(HARMLESS):
+        reference = key == "model.hf" and now.get("objective.kl_coef")  # the first weights are read again
+        if saved[key] == now[key] or key.startswith(HARMLESS) and not reference:
             continue
         if key == "steps" and now["optimizer.schedule"] == "constant":
             continue

@@ -36,6 +36,7 @@ def check_tools(track: TrackConfig) -> None:
 
 def open_trackers(track: TrackConfig, folder: Path, settings: Mapping[str, Any]) -> Sequence[Tracker]:
     """Every tool that is asked for. A run folder has one name there, so a resumed run goes on in it."""
+    folder.mkdir(parents=True, exist_ok=True)
     identity = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
     found = []
     if track.wandb:

@@ -68,8 +68,8 @@ class Rollout:
     """[L] bool, False on tokens that the policy did not write (a tool's answer in a conversation of several
     turns): they are read, but neither trained nor counted in t and L. None: all are the policy's."""
     routes: Tensor | None = None
-    """[n - 1, layers, k] int16: experts of every token of prompt and response but the last, which the engine
-    never read; None if it did not tell."""
+    """[n - 1, layers, k] uint8 or int16: experts of every token of prompt and response but the last, which
+    the engine never read; None if it did not tell."""
 
     @property
     def truncated(self) -> bool:
@@ -117,7 +117,7 @@ class TrainSequence:
     correction: Tensor | None = None
     """[n] float32 factors of the loss (`Correction.factors`); None: all are 1."""
     routes: Tensor | None = None
-    """[n, layers, k] int16: experts that the sampler sent each token to, the learner does too."""
+    """[n, layers, k] uint8 or int16: experts that the sampler sent each token to, the learner does too."""
 
     @property
     def length(self) -> int:

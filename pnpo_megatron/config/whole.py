@@ -92,7 +92,7 @@ class Config(BaseSettings):
             'objective.old_logprobs = "rollout"': self.objective.old_logprobs == "rollout",
             "rollout.colocated = true": rollout.colocated,
             "rollout.replay": rollout.replay,
-            "model.router_replay = true": self.model.router_replay is True,
+            "model.router_replay": self.model.router_replay,
         }
         if rollout.overlap_logprobs and any(found.values()):
             raise ValueError(
@@ -114,21 +114,33 @@ class Config(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _an_evaluation_knows_right_from_wrong(self) -> Self:
+        if self.eval.benchmarks and not isinstance(self.reward.function, str):
+            raise ValueError(
+                f"eval.benchmarks with {len(self.reward.function)} functions in reward.function: a weighted "
+                "sum does not say right or wrong; use eval.benchmarks = [], and `pnpo-megatron eval` later"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _routes_can_be_replayed(self) -> Self:
         if not self.model.router_replay:
             return self
         sampled = self.model.router_replay == "rollout"  # such routes are part of the batch
+        alone = self.parallel.pipeline == 1
+        recomputed = self.model.recompute_modules if self.model.recompute == "selective" else []
         problems = {
             "objective.old_logprobs": sampled or self.objective.old_logprobs == "learner" or "learner",
             "checkpoint.within_batch": sampled or self.checkpoint.within_batch == 0 or 0,
-            "model.recompute": self.model.recompute != "full" or self.parallel.pipeline == 1 or "selective",
+            "model.recompute": self.model.recompute != "full" or alone or "selective",
+            "model.recompute_modules": "moe" not in recomputed or alone or ["core_attn"],
         }
         for key, works in problems.items():
             if works is not True:
                 section, _, name = key.partition(".")
                 raise ValueError(
-                    f"{key} = {getattr(getattr(self, section), name)!r} with model.router_replay = true: "
-                    f"routes are kept in memory from scoring to the last epoch; use {works!r}"
+                    f"{key} = {getattr(getattr(self, section), name)!r} with model.router_replay: old routes "
+                    f"live in memory from scoring to the last epoch, for one pass at a time; use {works!r}"
                 )
         return self
 

@@ -24,6 +24,9 @@ class GroupedExperts(SequentialMLP):
         """[tokens, hidden] sorted by expert, [experts] counts and [tokens] weights to [tokens, hidden]."""
         if not len(hidden):
             return super().forward(hidden, tokens_per_expert, probs)
+        for part in (one for expert in self.local_experts for one in (expert.linear_fc1, expert.linear_fc2)):
+            for hook in part._forward_pre_hooks.values():  # overlap_param_gather waits for weights in these
+                hook(part, ())
         ends = tokens_per_expert.cumsum(0).to(hidden.device, torch.int32)
         both = _product(hidden, [one.linear_fc1.weight for one in self.local_experts], ends)
         if self.config.bias_activation_fusion:

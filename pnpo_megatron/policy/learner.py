@@ -21,7 +21,7 @@ from pnpo_megatron.algorithm.regularise import regulariser
 from pnpo_megatron.convert.architecture import Architecture
 from pnpo_megatron.convert.stream import export_hf
 from pnpo_megatron.data.partition import Layout
-from pnpo_megatron.errors import ConfigError
+from pnpo_megatron.errors import ConfigError, TrainingFaultError
 from pnpo_megatron.parallel.gather import gather_first_dim
 from pnpo_megatron.parallel.groups import ParallelGroups
 from pnpo_megatron.parallel.prefix_scan import ratio_stats
@@ -312,9 +312,13 @@ def _nothing_to_learn(mini_batch: MiniBatch) -> bool:
 
 def _reference(mini_batch: MiniBatch) -> Tensor:
     """[N] log-probs of the first weights, the sequences end to end as in `FlatTokens`."""
-    return torch.cat(
-        [one.reference_logprobs for one in mini_batch.sequences if one.reference_logprobs is not None]
-    )
+    found = [one.reference_logprobs for one in mini_batch.sequences if one.reference_logprobs is not None]
+    if len(found) < len(mini_batch.sequences):
+        raise TrainingFaultError(
+            "objective.kl_coef: this batch was scored without the first weights; go on from a checkpoint "
+            "between two batches (--from), or with kl_coef = 0"
+        )
+    return torch.cat(found)
 
 
 def _peak_bytes() -> int:

@@ -43,9 +43,11 @@ class Routing:
     load: Tensor = field(init=False)
     """[layers, experts] tokens that this rank has sent since the last `use`."""
     _known: dict[int, tuple[Any, Tensor]] = field(default_factory=dict)
-    """Identity of a sequence's ids -> (the ids, weakly; [n, layers, k] int16 routes on the host)."""
-    _recorded: list[tuple[PackedBatch, int, Tensor]] = field(default_factory=list)
+    """Identity of a sequence's ids -> (the ids, weakly; [n, this rank's layers, k] int16 on the host)."""
+    _recorded: dict[int, list[tuple[PackedBatch, Tensor]]] = field(default_factory=dict)
+    """Layer -> what its router chose for each micro-batch."""
     _targets: Tensor | None = None
+    """[N, this rank's layers, k] on the host: on the device, a whole mini-batch's would be gigabytes."""
 
     def __post_init__(self) -> None:
         RouterReplay.clear_global_router_replay_instances()  # Megatron's list would keep every model alive
@@ -53,6 +55,7 @@ class Routing:
             [one for one in chunk.modules() if isinstance(one, TopKRouter)] for chunk in self.chunks
         ]
         self._all_routers = [one for chunk in self.routers for one in chunk]
+        self._layers = [one.layer_number - 1 for one in self._all_routers]
         device = next(self.chunks[0].parameters()).device
         self.load = torch.zeros(self.layers, self.experts.count if self.experts else 0, device=device)
         for router in self._all_routers:
@@ -67,17 +70,19 @@ class Routing:
             self._act(RouterReplayAction.RECORD)
 
     def keep(self, mini_batch: MiniBatch, flat: FlatTokens) -> None:
-        """Join what the ranks recorded. One all-reduce of tokens x layers x k int32 over each group."""
+        """Join what the ranks recorded: for each layer an all-reduce of tokens x k int32 over each group."""
         self.release()
-        if not self.replay or self.experts is None or _sampled_routes(mini_batch):
+        if not self.replay or self.experts is None or _sampled_routes(mini_batch) or not self._layers:
             return
-        shape = (len(flat.ids), self.layers, self.experts.per_token)
-        routes = torch.zeros(shape, dtype=torch.int32, device=self.load.device)
-        for packed, layer, chosen in self._recorded:
-            place, real = self._places(packed, flat)
-            routes[place[real], layer] = chosen[real].to(routes.dtype)
-        self._recorded.clear()
-        parts = self._over_ranks(routes).to(torch.int16).cpu().split(flat.starts.diff().tolist())
+        columns = []
+        for layer in self._layers:
+            shape = (len(flat.ids), self.experts.per_token)
+            column = torch.zeros(shape, dtype=torch.int32, device=self.load.device)
+            for packed, chosen in self._recorded.pop(layer, []):
+                place, real = self._places(packed, flat)
+                column[place[real]] = chosen[real].to(column.dtype)
+            columns.append(self._over_stage(column).to(torch.int16).cpu())
+        parts = torch.stack(columns, dim=1).split(flat.starts.diff().tolist())
         self._known = {key: one for key, one in self._known.items() if one[0]() is not None}
         for sequence, part in zip(mini_batch.sequences, parts, strict=True):
             self._known[id(sequence.ids)] = (weakref.ref(sequence.ids), part.clone())
@@ -89,16 +94,17 @@ class Routing:
             TrainingFaultError: a sequence was never scored by this process.
         """
         self.load.zero_()
-        if not self.replay:
+        if not self.replay or not self._layers:
             return
         known = (self._known.get(id(sequence.ids)) for sequence in mini_batch.sequences)
-        found = _sampled_routes(mini_batch) or [one[1] for one in known if one is not None]
+        sampled = [one[:, self._layers] for one in _sampled_routes(mini_batch)]
+        found = sampled or [one[1] for one in known if one is not None]
         if len(found) < len(mini_batch.sequences):
             raise TrainingFaultError(
                 "model.router_replay: this batch's routes are not known; its old log-probs have to be "
                 "computed in the same process"
             )
-        self._targets = torch.cat(found).to(self.load.device)
+        self._targets = torch.cat(found)
         self._act(RouterReplayAction.REPLAY_FORWARD)
 
     def release(self) -> None:
@@ -111,10 +117,11 @@ class Routing:
         if self._targets is None:
             return
         place, real = self._places(packed, flat)
-        k = self._targets.shape[2]
+        columns = self._targets[place.cpu()].to(place.device)
+        k = columns.shape[2]
         spread = torch.arange(len(place), device=place.device)[:, None] + torch.arange(k, device=place.device)
         for router in self.routers[chunk]:
-            routes = self._targets[place, router.layer_number - 1].long()
+            routes = columns[:, self._layers.index(router.layer_number - 1)].long()
             # Padding has no route: it is dealt out evenly.
             target = torch.where(real[:, None], routes, spread % self.load.shape[1])
             router.router_replay.clear_indices()
@@ -125,7 +132,7 @@ class Routing:
         for router in self.routers[chunk]:
             if self.replay and router.router_replay.router_replay_action == RouterReplayAction.RECORD:
                 chosen = router.router_replay.get_recorded_indices()
-                self._recorded.append((packed, router.layer_number - 1, chosen))
+                self._recorded.setdefault(router.layer_number - 1, []).append((packed, chosen))
 
     def metrics(self) -> dict[str, float]:
         """Of the last update: `moe/max_load`, the busiest expert's tokens over the mean (1 is balanced),
@@ -153,7 +160,11 @@ class Routing:
 
     def _over_ranks(self, part: Tensor) -> Tensor:
         """The sum over all ranks that route other tokens, or have other layers."""
-        for group in (self.groups.dp_cp, self.groups.tp if self.split else None, self.groups.pp):
+        return sum_over(self._over_stage(part), self.groups.pp)
+
+    def _over_stage(self, part: Tensor) -> Tensor:
+        """The sum over the ranks that route other tokens through the same layers."""
+        for group in (self.groups.dp_cp, self.groups.tp if self.split else None):
             part = sum_over(part, group)
         return part
 

@@ -92,7 +92,9 @@ def unpack_group(
             f"prompt {prompt.id}: routes of {[len(one) for one in reply.routes]} tokens where the engine "
             f"read {read}"
         )
-    told: Sequence[torch.Tensor | None] = [torch.from_numpy(one.astype(np.int16)) for one in reply.routes]
+    told: Sequence[torch.Tensor | None] = [
+        torch.from_numpy(one.astype(np.uint8 if one.dtype == np.uint8 else np.int16)) for one in reply.routes
+    ]
     ends = np.cumsum(reply.lengths)[:-1]
     parts = zip(
         np.split(reply.ids.astype(np.int64), ends),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from pnpo_megatron.build import Live
 from pnpo_megatron.config import Config
 from pnpo_megatron.data.order import Mixture, PromptSource
-from pnpo_megatron.errors import RolloutError
+from pnpo_megatron.errors import DataError, RolloutError
 from pnpo_megatron.loop import Metrics
 from pnpo_megatron.resume import HARMLESS
 from pnpo_megatron.rollout.ahead import Ahead
@@ -41,7 +41,7 @@ class Batches:
     def take(self, step: int) -> tuple[RolloutBatch, Metrics]:
         """The batch of `step`; the prompt order goes on behind it."""
         if self._replay is not None:
-            return self._with_routes(self._replay.read(step)), {}
+            return self._routed(self._replay.read(step)), {}
         stored = True
         sampled = self._ahead.take(step) or self._held(step)
         if sampled is None:
@@ -58,14 +58,20 @@ class Batches:
         if not stored:
             self._store.write(batch, self._note)  # at once: a run killed from here on does not pay again
         metrics: Metrics = json.loads(self._note["metrics"])
-        return self._with_routes(batch), metrics | {"rollout/version_lag": float(step - 1 - oldest)}
+        return batch, metrics | {"rollout/version_lag": float(step - 1 - oldest)}
 
-    def _with_routes(self, batch: RolloutBatch) -> RolloutBatch:
-        needed = self.config.model.router_replay == "rollout"
-        if needed and any(one.routes is None for one in batch.sequences):
-            raise RolloutError(
+    def _routed(self, batch: RolloutBatch) -> RolloutBatch:
+        """With the sampler's routes if they are followed, else without.
+
+        Raises:
+            DataError: it has none.
+        """
+        if self.config.model.router_replay != "rollout":
+            return replace(batch, sequences=tuple(replace(one, routes=None) for one in batch.sequences))
+        if any(one.routes is None for one in batch.sequences):
+            raise DataError(
                 f"step {batch.step}: its responses were sampled without the routes that model.router_replay "
-                '= "rollout" replays; sample with that setting (servers are started with it too), or use true'
+                '= "rollout" follows; replay a run that was made with that setting, or use true'
             )
         return batch
 
@@ -127,7 +133,7 @@ class Batches:
             "metrics": json.dumps(metrics),
             "prompts": json.dumps(prompts.position),
         }
-        return batch, note
+        return self._routed(batch), note
 
     def _held(self, step: int) -> Sampled | None:
         """The batch, if this run sampled it already: with these very weights, or ahead of its checkpoint."""
@@ -142,7 +148,7 @@ class Batches:
         settings = {
             key: value
             for key, value in self.config.flat().items()
-            if key.startswith(("seed", "rollout.", "reward.", "objective.advantage"))
+            if key.startswith(("seed", "rollout.", "reward.", "objective.advantage", "model.router_replay"))
             and not key.startswith(HARMLESS)
         }
         prompts = self._live.prompts.position["fingerprint"]

@@ -32,6 +32,7 @@ from pnpo_megatron.run.batches import Batches
 from pnpo_megatron.run.early import EarlyScores
 from pnpo_megatron.run.notices import opening_lines
 from pnpo_megatron.run.outcome import evaluate_step, export_step
+from pnpo_megatron.run.sharing import share_batch
 from pnpo_megatron.run.sync import WeightSync
 from pnpo_megatron.tracking import open_trackers
 from pnpo_megatron.types import MiniBatch, RolloutBatch
@@ -111,7 +112,7 @@ class Run:
         doing = self.watch.place = f"sampling and grading step {step}"
         if self.early:
             return self.early(step, doing)
-        return from_rank_zero(lambda: self.batches.take(step), self.control, doing)
+        return share_batch(lambda: self.batches.take(step), self.control, doing)
 
     def _early_scores(self) -> EarlyScores:
         rollout, ranks = self.config.rollout, group_size(self.live.groups.dp)
@@ -159,9 +160,12 @@ class Run:
         self.position = at
         self.watch.place = f"after update {at.update} of step {at.step + 1}"
         self.checkpoints.poll()
-        stop = any_rank(self._stop, self.control)
+        inside = at.made < self.updates_of_a_batch
+        # Routes of old log-probs live in memory alone: such a batch is worked to its end before a stop.
+        can_stop = self.config.model.router_replay is not True or not inside
+        stop = any_rank(self._stop, self.control) and can_stop
         within = due(at.made, self.config.checkpoint.within_batch)
-        if stop or (within and at.made < self.updates_of_a_batch):
+        if stop or (within and inside):
             self.checkpoints.save(at, flush_metrics=self.monitor.flush, wait=stop)
         if stop:
             self._say_stopped(f"update {at.update} of step {at.step + 1}")

@@ -122,6 +122,37 @@ def test_grouped_experts_are_the_formulas_under_every_split(spawn: Any, folder: 
             assert metrics["grad_norm"] == pytest.approx(norm, rel=5e-6), layout
 
 
+def run_updates(folder: Path, sequences: list[TrainSequence]) -> dict[bool, list[float]]:
+    """Grouped or not -> losses of updates whose weights are gathered while the next forward pass runs."""
+    from pnpo_megatron.policy.optimizer import OptimizerSettings
+    from pnpo_megatron.policy.process_groups import ParallelSettings
+
+    found = {}
+    for grouped in (False, True):
+        learner = make_learner(
+            folder,
+            ParallelSettings(tensor=2, sequence=True),
+            optimizer=OptimizerSettings(
+                lr=1e-2, warmup_steps=0, overlap_grad_reduce=True, overlap_param_gather=True
+            ),
+            megatron={"moe_grouped_gemm": grouped},
+            max_tokens=32,
+        )
+        objective = make_objective("pnpo", gate_low=0.5, gate_high=0.5)
+        rows = [learner.update(share(sequences, "response"), objective, step=1) for _ in range(4)]
+        found[grouped] = [row["loss"] for row in rows]
+    return found
+
+
+def test_grouped_experts_wait_for_weights_that_are_still_on_the_way(spawn: Any, folder: Path) -> None:
+    from reference_policy import ReferencePolicy
+
+    sequences = ReferencePolicy(folder).drifted(random_sequences(9, seed=1), 0.05, seed=2)
+    for found in spawn(run_updates, 2, folder, sequences, timeout_s=120):
+        assert found[True] == pytest.approx(found[False], rel=1e-4)
+        assert abs(found[False][-1] - found[False][0]) > 0.1
+
+
 def run_biases(folder: Path, layouts: dict[str, Any]) -> dict[str, Any]:
     """Layout -> load and biases after an update that is taken and one that is skipped, by layer."""
     from pnpo_megatron.policy.process_groups import ParallelSettings

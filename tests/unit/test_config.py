@@ -118,5 +118,7 @@ def test_several_rewards_with_weights_survive_the_resolved_file(tmp_path):
     )
     config = load_config(path)
     assert config.reward.function == {"math": 1.0, "mine:brevity": 0.2}
+    with pytest.raises(ConfigError, match="2 functions in reward.function: a weighted sum does not say"):
+        load_config(path, ['--eval.benchmarks=["aime.jsonl"]'])
     path.write_text(config.to_toml())
     assert load_config(path) == config

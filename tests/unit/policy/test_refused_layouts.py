@@ -121,9 +121,13 @@ def test_settings_of_experts_that_a_model_cannot_have_are_refused(
         experts_settings(load_config(tmp_path / "config.toml", [f"--{flag}"]), architectures[family])
 
 
-def test_routes_of_the_sampler_are_part_of_the_batch_and_survive_within_it(tmp_path: Path) -> None:
+def test_routes_are_replayed_only_where_every_pass_can_have_its_own(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('[model]\nhf = "none"\n[data]\nprompts = "none.jsonl"\n')
+    moe = ["--model.recompute=selective", '--model.recompute_modules=["moe"]', "--model.router_replay=true"]
+    load_config(tmp_path / "config.toml", moe)
+    with pytest.raises(ConfigError, match=r"recompute_modules = \['moe'\] with model\.router_replay"):
+        load_config(tmp_path / "config.toml", [*moe, "--parallel.pipeline=2"])
     flags = ["--checkpoint.within_batch=2", "--model.router_replay=rollout"]
     assert load_config(tmp_path / "config.toml", flags).model.router_replay == "rollout"
-    with pytest.raises(ConfigError, match=r"within_batch = 2 with model\.router_replay = true"):
+    with pytest.raises(ConfigError, match=r"within_batch = 2 with model\.router_replay"):
         load_config(tmp_path / "config.toml", [flags[0], "--model.router_replay=true"])
