@@ -121,9 +121,7 @@ def merge_rows(
 
 def _describe(golds: Mapping[str, Row]) -> str:
     first = next(iter(golds.values()))
-    longest = max(
-        first.messages[-1][1].split("\n\n"), key=len
-    )  # past the instructions that all prompts share
+    longest = max(first.messages[-1][1].split("\n\n"), key=len)  # past the instructions that all share
     excerpt = " ".join(longest.split())[:60]
     places = ", ".join(f"{gold!r} at {row.where} (id {row.id})" for gold, row in golds.items())
     return f'"{excerpt}...": {places}'

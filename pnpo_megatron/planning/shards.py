@@ -97,23 +97,15 @@ def state_bytes(
     """
     per_element = 8 if itemsize == 4 else 12  # two moments, and a float32 copy of bfloat16 weights
     weights = gradients = state = 0
-    for sizes, shared, ranks in (
-        part
-        for chunk in chunks
-        for part in ((chunk.dense, chunk.shared, data), (chunk.experts, 0, expert_data))
-    ):
-        if not distributed:
-            held = whole = sum(sizes)
-        else:
-            held, whole = 0, 0
-            for bucket in _buckets(sizes, shared):
-                length, mine = _shard(bucket, ranks, rank % ranks)
-                whole, held = whole + length, held + mine
-        weights, gradients, state = (
-            weights + whole * itemsize,
-            gradients + whole * 4,
-            state + held * per_element,
-        )
+    for chunk in chunks:
+        for sizes, shared, ranks in ((chunk.dense, chunk.shared, data), (chunk.experts, 0, expert_data)):
+            shards = [(sum(sizes), sum(sizes))]
+            if distributed:
+                shards = [_shard(bucket, ranks, rank % ranks) for bucket in _buckets(sizes, shared)]
+            for whole, held in shards:
+                weights += whole * itemsize
+                gradients += whole * 4
+                state += held * per_element
     return StateBytes(weights, gradients, state)
 
 

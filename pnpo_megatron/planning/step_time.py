@@ -72,9 +72,7 @@ def train_flops(job: Job) -> float:
     arch, prompt = job.arch, job.assumed.prompt
     tokens = sum(job.lengths) + prompt * len(job.lengths)
     squares = sum((n + prompt) ** 2 for n in job.lengths)
-    attention = (
-        2 * arch.layers * arch.heads * arch.head_dim * squares
-    )  # causal: half of 4 n^2 a head dimension
+    attention = 2 * arch.layers * arch.heads * arch.head_dim * squares  # causal: half of 4 n^2 a dimension
     flops = 3 * (2 * active_parameters(job) * tokens + attention)
     return flops * (4 / 3 if job.modules.recompute == "full" else 1)
 
@@ -152,9 +150,7 @@ def _generate(job: Job, engines: int) -> float:
     size = job.engine_tensor
     count = -(-job.prompts * job.group_size // engines)
     lengths = [job.lengths[(at + 1) * len(job.lengths) // count - 1] for at in range(count)]
-    cache_token = (
-        4 * arch.layers * arch.head_dim * max(1.0, arch.kv_heads / size)
-    )  # bfloat16, keys and values
+    cache_token = 4 * arch.layers * arch.head_dim * max(1.0, arch.kv_heads / size)  # bfloat16 keys and values
     mean = sum(lengths) / count
     room = int(job.cache_bytes / (cache_token * (mean / 2 + assumed.prompt)))
     running = max(1, min(job.max_num_seqs, count, room))
