@@ -18,12 +18,11 @@ import numpy as np
 from pnpo_megatron.errors import RolloutError
 from pnpo_megatron.rollout.messages import (
     Abort,
-    CallDone,
     Command,
+    Done,
     Generate,
     GroupDone,
     LoadWeights,
-    MemoryChanged,
     PromptFailed,
     PromptRequest,
     Reply,
@@ -151,7 +150,7 @@ class EngineDriver:
     def _finish_if_empty(self, number: int) -> None:
         if self._calls.get(number) == {}:
             del self._calls[number]
-            self._send(CallDone(number))
+            self._send(Done(number))
 
     def _answer(self, call: int, work: Callable[[], Reply]) -> None:
         try:
@@ -173,11 +172,11 @@ class EngineDriver:
         self._version = None  # the weights are gone: waking does not bring them back (TRAPS H33)
         self._refuse_while_generating("sleep")
         self._engine.sleep(level=2)
-        return MemoryChanged(call)
+        return Done(call)
 
     def _wake(self, command: Wake) -> Reply:
         self._engine.wake_up(tags=[command.part])
-        return MemoryChanged(command.call)
+        return Done(command.call)
 
     def _refuse_while_generating(self, doing: str) -> None:
         if self._engine.has_unfinished_requests():

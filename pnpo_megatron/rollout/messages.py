@@ -26,7 +26,7 @@ class PromptRequest:
 
 @dataclass(frozen=True)
 class Generate:
-    """Sample every prompt; answered by GroupDone or PromptFailed for each, then CallDone."""
+    """Sample every prompt; answered by GroupDone or PromptFailed for each, then Done."""
 
     call: int
     prompts: tuple[PromptRequest, ...]
@@ -63,7 +63,7 @@ class LoadWeights:
 
 @dataclass(frozen=True)
 class StreamWeights:
-    """Replace all weights by those of the WeightBuckets to come; answered by BucketTaken."""
+    """Replace all weights by those of the WeightBuckets to come; answered by Done."""
 
     call: int
     version: int
@@ -71,7 +71,7 @@ class StreamWeights:
 
 @dataclass(frozen=True)
 class WeightBucket:
-    """Some tensors, answered by BucketTaken. None at all: that was the last, answered by WeightsLoaded."""
+    """Some tensors, answered by Done. None at all: that was the last, answered by WeightsLoaded."""
 
     call: int
     entries: tuple[TensorEntry, ...]
@@ -82,14 +82,14 @@ class WeightBucket:
 
 @dataclass(frozen=True)
 class Sleep:
-    """Drop weights and cache; answered by MemoryChanged. No version is in force until LoadWeights."""
+    """Drop weights and cache; answered by Done. No version is in force until LoadWeights."""
 
     call: int
 
 
 @dataclass(frozen=True)
 class Wake:
-    """Take memory for "weights" or "kv_cache" again; answered by MemoryChanged."""
+    """Take memory for "weights" or "kv_cache" again; answered by Done."""
 
     call: int
     part: str
@@ -164,15 +164,8 @@ class PromptFailed:
 
 
 @dataclass(frozen=True)
-class CallDone:
-    """Nothing of this call is left in the engine."""
-
-    call: int
-
-
-@dataclass(frozen=True)
-class BucketTaken:
-    """The next bucket can come; the memory of the one before is free."""
+class Done:
+    """Nothing of this call is left in the engine, this bucket is taken, or the memory has changed."""
 
     call: int
 
@@ -187,13 +180,6 @@ class WeightsLoaded:
 
 
 @dataclass(frozen=True)
-class MemoryChanged:
-    """Asleep, or that part is awake."""
-
-    call: int
-
-
-@dataclass(frozen=True)
 class WorkerError:
     """A command failed. `fatal` means that the worker ends."""
 
@@ -204,6 +190,4 @@ class WorkerError:
 
 
 Command: TypeAlias = Generate | Abort | LoadWeights | StreamWeights | WeightBucket | Sleep | Wake | Shutdown
-Reply: TypeAlias = (
-    Ready | GroupDone | PromptFailed | CallDone | BucketTaken | WeightsLoaded | MemoryChanged | WorkerError
-)
+Reply: TypeAlias = Ready | GroupDone | PromptFailed | Done | WeightsLoaded | WorkerError

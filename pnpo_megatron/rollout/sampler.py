@@ -24,7 +24,7 @@ from pnpo_megatron.convert.hf_folder import HfFolder
 from pnpo_megatron.errors import ConfigError, NoResponsesError, RolloutError
 from pnpo_megatron.rollout.messages import (
     Abort,
-    CallDone,
+    Done,
     Generate,
     GroupDone,
     LoadWeights,
@@ -256,7 +256,7 @@ class EngineSampler(ABC):
                     call = self._ask(tuple(waiting.values()), sampling)
                     deadline = time.monotonic() + self.settings.generate_timeout_s
                     continue
-                if isinstance(reply, CallDone):
+                if isinstance(reply, Done):
                     break
                 if isinstance(reply, GroupDone):
                     done += 1

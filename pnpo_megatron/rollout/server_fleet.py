@@ -25,9 +25,8 @@ import httpx
 from pnpo_megatron.errors import ConfigError, RolloutError
 from pnpo_megatron.rollout.messages import (
     Abort,
-    BucketTaken,
-    CallDone,
     Command,
+    Done,
     Generate,
     GroupDone,
     LoadWeights,
@@ -224,7 +223,7 @@ class ServerFleet:
             raise WorkerDied(f"every rollout server is gone: {reasons}")
         return live
 
-    async def _generate(self, command: Generate) -> CallDone:
+    async def _generate(self, command: Generate) -> Done:
         tries = Counter[int]()
         waiting = deque(command.prompts)
         running: dict[asyncio.Task[GroupDone], tuple[Server, PromptRequest]] = {}
@@ -249,7 +248,7 @@ class ServerFleet:
         finally:
             for task in running:
                 task.cancel()
-        return CallDone(command.call)
+        return Done(command.call)
 
     def _with_room(self, prompt: PromptRequest) -> Server | None:
         """The server that owes least, unless it has enough to do."""
@@ -295,7 +294,7 @@ class ServerFleet:
             offer.close()
         return WeightsLoaded(command.call, command.version, len(command.entries))
 
-    async def _open_stream(self, command: StreamWeights) -> BucketTaken:
+    async def _open_stream(self, command: StreamWeights) -> Done:
         """Bring the workers of the servers that are there together; one that is lost later ends the sync."""
         self._weights = name, _ = f"{self._run}/{command.version}", command.version
 
@@ -306,13 +305,13 @@ class ServerFleet:
         workers = await self._with_each(open_one)
         self._stream = ServerStream(workers, name, self._timeout_s)
         await self._stream.join()
-        return BucketTaken(command.call)
+        return Done(command.call)
 
-    async def _pass_on(self, command: WeightBucket) -> BucketTaken | WeightsLoaded:
+    async def _pass_on(self, command: WeightBucket) -> Done | WeightsLoaded:
         version = self._weights[1]
         if command.entries:
             await self._stream.send(command.entries, command.content)
-            return BucketTaken(command.call)
+            return Done(command.call)
         await self._stream.close()
         assert version is not None
         return WeightsLoaded(command.call, version, self._stream.tensors)

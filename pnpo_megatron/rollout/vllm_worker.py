@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from pnpo_megatron.errors import RolloutError
 from pnpo_megatron.rollout.engine_driver import EngineDriver, Outbox
 from pnpo_megatron.rollout.messages import (
-    BucketTaken,
+    Done,
     LoadWeights,
     Ready,
     Reply,
@@ -185,7 +185,7 @@ def ipc_tensors(call: int, conn: Connection, send: Callable[[Reply], None]) -> I
 
     importer = PackedBufferImporter()
     while True:
-        send(BucketTaken(call))
+        send(Done(call))
         bucket = conn.recv()
         if not isinstance(bucket, WeightBucket):
             raise EOFError  # the trainer gave the sync up, and with it the engine

@@ -14,8 +14,8 @@ from pnpo_megatron.rollout import vllm_sampler
 from pnpo_megatron.rollout.colocation import Turns
 from pnpo_megatron.rollout.messages import (
     Command,
+    Done,
     LoadWeights,
-    MemoryChanged,
     Ready,
     Reply,
     Sleep,
@@ -140,7 +140,7 @@ class FakeWorker:
         if isinstance(command, LoadWeights):
             self.waiting.append(WeightsLoaded(command.call, command.version, len(command.entries)))
         elif isinstance(command, Sleep | Wake):
-            self.waiting.append(MemoryChanged(command.call))
+            self.waiting.append(Done(command.call))
 
     def receive(self, deadline: float, waiting_for: str) -> Reply:
         return self.waiting.pop(0)

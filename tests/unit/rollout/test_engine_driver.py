@@ -16,11 +16,10 @@ from pnpo_megatron.errors import RolloutError
 from pnpo_megatron.rollout.engine_driver import EngineDriver, Outbox
 from pnpo_megatron.rollout.messages import (
     Abort,
-    CallDone,
+    Done,
     Generate,
     GroupDone,
     LoadWeights,
-    MemoryChanged,
     PromptFailed,
     PromptRequest,
     Shutdown,
@@ -121,7 +120,7 @@ def test_routes_stay_with_their_response_whatever_order_they_finish_in() -> None
 
 def test_members_of_a_group_are_in_sample_order_whatever_order_they_finish_in() -> None:
     group, done = serve(Generate(1, (request(0, [5], [31, 32, 33]),), VALUES))
-    assert isinstance(group, GroupDone) and isinstance(done, CallDone)
+    assert isinstance(group, GroupDone) and isinstance(done, Done)
     assert group.ids.tolist() == [31, 31, 32, 32, 32, 33] and group.lengths.tolist() == [2, 3, 1]
     assert group.ids.dtype == np.int32 and group.logprobs.dtype == np.float32
 
@@ -131,7 +130,7 @@ def test_a_prompt_that_the_engine_refuses_does_not_lose_the_others() -> None:
     replies = serve(Generate(7, prompts, VALUES))
     assert replies[0] == PromptFailed(7, 1, "ValueError", "unlucky token")
     assert sorted(reply.index for reply in replies[1:3]) == [0, 2]
-    assert isinstance(replies[3], CallDone) and len(replies) == 4
+    assert isinstance(replies[3], Done) and len(replies) == 4
 
 
 def test_an_abort_is_noticed_before_the_next_step_and_other_calls_go_on() -> None:
@@ -139,13 +138,13 @@ def test_an_abort_is_noticed_before_the_next_step_and_other_calls_go_on() -> Non
     first = Generate(1, (request(0, [5], list(range(50))),), VALUES)
     second = Generate(2, (request(0, [5], [8]),), VALUES)
     replies = serve(first, second, Abort(1), engine=engine)
-    assert [(type(reply), reply.call) for reply in replies] == [(CallDone, 1), (GroupDone, 2), (CallDone, 2)]
+    assert [(type(reply), reply.call) for reply in replies] == [(Done, 1), (GroupDone, 2), (Done, 2)]
     assert engine.steps == 1
 
 
 def test_a_call_without_prompts_is_done_at_once() -> None:
     (done,) = serve(Generate(3, (), VALUES))
-    assert isinstance(done, CallDone)
+    assert isinstance(done, Done)
 
 
 def test_h32_the_version_is_in_force_only_after_weights_and_cache_reset() -> None:
@@ -175,7 +174,7 @@ def test_h33_sleep_and_wake_leave_no_version_in_force() -> None:
     generate = Generate(4, (request(0, [5], [1]),), VALUES)
     load = LoadWeights(1, 5, (), 0)
     *answers, group, _ = serve(load, Sleep(2), Wake(3, "weights"), generate, engine=engine)
-    assert isinstance(answers[0], WeightsLoaded) and answers[1:] == [MemoryChanged(2), MemoryChanged(3)]
+    assert isinstance(answers[0], WeightsLoaded) and answers[1:] == [Done(2), Done(3)]
     assert engine.memory == ["sleep 2", "weights"] and group.version is None
     error, *_ = serve(generate, Sleep(5), engine=engine)
     assert isinstance(error, WorkerError) and "sleep: responses are still" in error.message

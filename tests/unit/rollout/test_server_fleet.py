@@ -19,7 +19,7 @@ from pnpo_megatron.errors import ConfigError, RolloutError
 from pnpo_megatron.rollout import server_client, server_fleet
 from pnpo_megatron.rollout.messages import (
     Abort,
-    CallDone,
+    Done,
     Generate,
     GroupDone,
     LoadWeights,
@@ -87,7 +87,7 @@ class Fleet:
     def rest(self, call: int = 1) -> dict[int, GroupDone | PromptFailed]:
         """By prompt, until the call is done; a second answer to a prompt fails the test."""
         found: dict[int, GroupDone | PromptFailed] = {}
-        while not isinstance(reply := self.next(), CallDone):
+        while not isinstance(reply := self.next(), Done):
             assert isinstance(reply, GroupDone | PromptFailed) and reply.index not in found
             assert reply.call == call
             found[reply.index] = reply

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pnpo_megatron.errors import RolloutError
 from pnpo_megatron.rollout import vllm_worker, weight_stream
-from pnpo_megatron.rollout.messages import BucketTaken, Shutdown, WeightBucket
+from pnpo_megatron.rollout.messages import Done, Shutdown, WeightBucket
 from pnpo_megatron.rollout.weight_network import SERVER_PID
 from pnpo_megatron.rollout.weight_stream import UINT8, Broadcaster, buckets, ipc_fields
 
@@ -207,7 +207,7 @@ def test_the_child_process_opens_what_it_is_lent(
         return WeightBucket(bucket.call, bucket.entries, handle)
 
     found = dict(vllm_worker.ipc_tensors(4, SimpleNamespace(recv=receive), replies.append))  # type: ignore[arg-type]
-    assert replies == [BucketTaken(4)] * 4
+    assert replies == [Done(4)] * 4
     assert list(found) == list(TENSORS)
     assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
     waiting = [Shutdown()]

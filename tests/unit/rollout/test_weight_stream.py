@@ -22,8 +22,8 @@ from pnpo_megatron.convert.hf_headers import read_json
 from pnpo_megatron.errors import RolloutError
 from pnpo_megatron.rollout import server_client, server_fleet, server_stream, vllm_sampler, weight_stream
 from pnpo_megatron.rollout.messages import (
-    BucketTaken,
     Command,
+    Done,
     Ready,
     Reply,
     StreamWeights,
@@ -211,7 +211,7 @@ class FakeWorker:
         whole = isinstance(command, WeightBucket) and not command.entries
         number = sum(len(one.entries) for one in self.commands if isinstance(one, WeightBucket))
         assert isinstance(command, StreamWeights | WeightBucket)
-        self.waiting.append(WeightsLoaded(command.call, 5, number) if whole else BucketTaken(command.call))
+        self.waiting.append(WeightsLoaded(command.call, 5, number) if whole else Done(command.call))
 
     def receive(self, deadline: float, waiting_for: str) -> Reply:
         return self.waiting.pop(0)
