@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from matplotlib.figure import Figure
 
 from pnpo_megatron.algorithm.diagnostics import BINS
@@ -60,7 +60,7 @@ def stack_plot(name: str, steps: Iterable[int], parts: Mapping[str, Sequence[flo
 
 def heat_map(name: str, fraction: Sequence[Sequence[float | None]]) -> str:
     """Rejected fraction, epoch against position; every cell says its percentage."""
-    tint = LinearSegmentedColormap.from_list("tint", [(*_rgb(SERIES[1]), 0.0), (*_rgb(SERIES[1]), 0.9)])
+    tint = LinearSegmentedColormap.from_list("tint", [(*to_rgb(SERIES[1]), 0.0), (*to_rgb(SERIES[1]), 0.9)])
 
     def draw(axes: Any) -> None:
         rows = [[value or 0.0 for value in row] for row in fraction]
@@ -103,13 +103,9 @@ def _svg(name: str, draw: Any, height: float = HEIGHT, top: float = 0.2) -> str:
     `height` and the margin at the `top` are in inches."""
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name, "svg.id": name}):
         figure = Figure(figsize=(WIDTH, height))
-        edges = {
-            "left": 0.72 / WIDTH,
-            "right": 1 - 0.1 / WIDTH,
-            "bottom": 0.48 / height,
-            "top": 1 - top / height,
-        }
-        figure.subplots_adjust(**edges)  # fixed, because measuring every label doubles the time
+        figure.subplots_adjust(  # fixed, because measuring every label doubles the time
+            left=0.72 / WIDTH, right=1 - 0.1 / WIDTH, bottom=0.48 / height, top=1 - top / height
+        )
         draw(figure.add_subplot())
         text = io.StringIO()
         unsaid = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -118,7 +114,3 @@ def _svg(name: str, draw: Any, height: float = HEIGHT, top: float = 0.2) -> str:
     for color, variable in _VARIABLES.items():
         svg = svg.replace(color, f"var({variable})")
     return re.sub(r'<g id="[^"]*">', "<g>", svg)  # ids of groups would clash between pictures
-
-
-def _rgb(color: str) -> tuple[float, float, float]:
-    return tuple(int(color[at : at + 2], 16) / 255 for at in (1, 3, 5))  # type: ignore[return-value]
