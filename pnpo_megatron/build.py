@@ -1,7 +1,5 @@
 """Turns settings and what was read (`inputs`) into live parts: processes, groups, the learner."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Saves a run and goes on with it: which checkpoint, what is in it, what happens if it cannot be written."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Command line. Exit codes: 0 done, 2 wrong input, 1 anything else, 75 stopped early with a checkpoint."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import gc

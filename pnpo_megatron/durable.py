@@ -1,7 +1,5 @@
 """Files that are on the disk whole, or not there."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Errors a person can act on. Each message says what was found, what was expected and what to type."""
 
-from __future__ import annotations
-
 DONE, FAILED, WRONG_INPUT, STOPPED_EARLY = 0, 1, 2, 75
 """Exit codes of the command line; 75 is a run that stopped early with a checkpoint."""
 

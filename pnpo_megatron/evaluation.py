@@ -1,7 +1,5 @@
 """`pnpo-megatron eval`: score a Hugging Face folder or a Megatron checkpoint on benchmark files."""
 
-from __future__ import annotations
-
 import json
 import re
 from argparse import Namespace

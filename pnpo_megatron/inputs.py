@@ -1,7 +1,5 @@
 """Everything that a run reads before it starts a process: what can be wrong is found here, exit code 2."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import Any

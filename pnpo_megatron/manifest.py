@@ -1,8 +1,6 @@
 """A list of files with sizes and checksums: a folder that has one was written to its end, and damage is found
 before anything in it is read."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

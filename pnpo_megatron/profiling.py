@@ -1,7 +1,5 @@
 """``train --profile STEP``: a trace of one step, and a table of where it goes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any

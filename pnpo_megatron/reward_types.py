@@ -1,7 +1,5 @@
 """What a reward function sees and returns. Light on purpose: grading workers import this and not torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

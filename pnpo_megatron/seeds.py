@@ -1,7 +1,5 @@
 """Seeds that depend only on what they are for, never on how many were drawn before."""
 
-from __future__ import annotations
-
 import hashlib
 
 

@@ -1,7 +1,5 @@
 """`pnpo-megatron serve`: a vLLM server for rollouts, with the engine settings of a training configuration."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

@@ -1,7 +1,5 @@
 """Metrics to Weights & Biases or MLflow as well (`[track]`): the one file that knows either."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Group-relative outcome advantages, Eq. 10."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,7 +1,5 @@
 """Importance of a sampled token under the learner against the engine, truncated: multiplies the loss."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

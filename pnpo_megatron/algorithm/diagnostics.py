@@ -4,8 +4,6 @@ A tally never leaves the device. Sums are added, maxima are maximised, over micr
 the ranks that hold different tokens; one read at the end gives the metrics of the update.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ float64 and not int64 holds the sums because NaN and infinity then travel by the
 prefix sums from its own position on, and the response sum, and nothing before it.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ nothing to the loss; its weight is not truncated to a boundary. Every upper boun
 that overflowed to infinity is always rejected; a NaN is in no gate's hands and stays visible.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

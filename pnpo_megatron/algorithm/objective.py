@@ -1,7 +1,5 @@
 """The policy loss, Eq. 11: an objective is a weight, a gate and a mean."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """The loss for people who train with something else: padded tensors in, one scalar out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From settings to an Objective: a name is a preset, single keys override it (DESIGN section 7)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """RatioStats: all that an importance weight may look at, and its single-device reference."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property

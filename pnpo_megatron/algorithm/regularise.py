@@ -1,7 +1,5 @@
 """What may be added to the policy loss: a pull back to the run's first weights, and one towards entropy."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

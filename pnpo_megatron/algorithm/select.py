@@ -1,7 +1,5 @@
 """Selecting by a mask without multiplying: what is outside the mask may be NaN or infinite."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Position, length and sums arrive ready-made, so a weight cannot tell whether a r
 or split over ranks. It returns logarithms; only the loss exponentiates, after any normalising.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module

@@ -4,8 +4,6 @@ Let u = expm1(log_w) / h over the tokens of an epoch, each weighted by 1/L: the 
 A wanted acceptance a therefore needs low = -quantile(u, (1-a)/2) and high = quantile(u, (1+a)/2).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """``pnpo-megatron calibrate-gate RUN``: gate tolerances from the token dumps of a run."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from typing import Any

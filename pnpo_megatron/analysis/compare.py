@@ -1,7 +1,5 @@
 """What a study of settings x seeds found: small JSON, and from it alone a table, intervals and a page."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

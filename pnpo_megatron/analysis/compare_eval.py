@@ -1,7 +1,5 @@
 """``pnpo-megatron compare-eval A B``: paired differences of two evaluations on the same problems."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ rho has mean 1 under the behaviour policy, which puts the mean of log rho at -si
 side is then a limit on KL. `centred` drops that drift; it is the model of a constant width in spreads.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

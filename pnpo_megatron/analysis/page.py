@@ -1,7 +1,5 @@
 """The report's HTML: one file, nothing fetched, readable on a phone and in the dark."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``pnpo-megatron plan-reuse``: how many epochs a rollout batch should serve, from timers or step times."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ Matplotlib writes every colour as a hex number. The ones used here are place-hol
 else; they are replaced by ``var(--...)`` at the end. The only file that imports Matplotlib.
 """
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Iterable, Mapping, Sequence

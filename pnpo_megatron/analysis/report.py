@@ -1,7 +1,5 @@
 """``pnpo-megatron report RUN [RUN ...]``: one self-contained HTML page, also while a run is going."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ G is everything a rollout batch costs once (generate, reward, old log-probs, wei
 updates. Where generation runs beside training the step is the longer of the two: max(G, K*T).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The reuse tax: what K epochs a batch cost in final score, from runs of one optimizer budget."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What the instruments read of a run folder, while the run is going or after it."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """What the report draws, taken from metrics rows: plain numbers, no plotting."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean

@@ -5,8 +5,6 @@ mini-batch: `policy_logprobs, old_logprobs, log_weight` float32; `advantages` fl
 `position, length, row` int32 (t, L, and the response's place in the mini-batch).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Settings of what learns: the model and its layout, the objective, the optimizer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal, Self
 

@@ -1,7 +1,5 @@
 """Reads settings from a TOML file and flags; whatever is wrong with them becomes one line."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Collection, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Settings of what a batch is made of: prompts, responses, rewards; and of evaluations."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator

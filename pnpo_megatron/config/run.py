@@ -1,7 +1,5 @@
 """Settings of a run's folder and of what it leaves there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

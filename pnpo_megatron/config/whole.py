@@ -1,7 +1,5 @@
 """All settings of a run, and the checks that take more than one section."""
 
-from __future__ import annotations
-
 from typing import Any, Self
 
 import tomli_w

@@ -1,7 +1,5 @@
 """What a model is, whichever family it comes from: plain values, read from a config.json by `hf_config`."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

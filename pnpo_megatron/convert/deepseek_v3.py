@@ -1,7 +1,5 @@
 """DeepSeek-V3 and models saved as it: latent attention, shared experts, a grouped router."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import filterfalse
 

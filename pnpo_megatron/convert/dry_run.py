@@ -1,7 +1,5 @@
 """What a conversion will do, said from headers alone: family, shapes, bytes and time."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every model family that can be read, and what a whole model is made of."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ spellings of the rotary settings are read: ``rope_theta`` with ``rope_scaling``,
 ``rope_parameters`` (TRAPS H26).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

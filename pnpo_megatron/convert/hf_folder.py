@@ -1,7 +1,5 @@
 """Hugging Face model folders: read lazily and strictly."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -4,8 +4,6 @@ Nothing damaged is passed on: a header that does not account for every byte of i
 an index that disagrees with the files (TRAPS H27).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Hugging Face model folders written one tensor at a time, and published whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@ Megatron fuses q, k and v by key-value group, [its q heads; k; v] for each group
 [gate; up]. Weights and biases follow the same rule: only dimension 0 is touched, except by `shard`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Llama 2, 3 and 3.x, and models saved as Llama, such as SmolLM2 and R1-Distill-Llama."""
 
-from __future__ import annotations
-
 from pnpo_megatron.convert.architecture import Architecture
 from pnpo_megatron.convert.family import Family, dense_rows
 from pnpo_megatron.convert.hf_config import HfConfig, read_dense, refuse_window

@@ -1,7 +1,5 @@
 """Mistral without a sliding window: 7B from v0.2 on, Nemo."""
 
-from __future__ import annotations
-
 from pnpo_megatron.convert.architecture import Architecture
 from pnpo_megatron.convert.family import Family, dense_rows
 from pnpo_megatron.convert.hf_config import HfConfig, read_dense, refuse_window

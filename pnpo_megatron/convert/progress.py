@@ -1,7 +1,5 @@
 """A progress bar in bytes, on a terminal only."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

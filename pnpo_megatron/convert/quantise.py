@@ -1,7 +1,5 @@
 """Quantised HF folders for evaluation, through NVIDIA's modelopt: the one file that imports it."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Qwen 1.5, 2 and 2.5, and R1-Distill-Qwen."""
 
-from __future__ import annotations
-
 from pnpo_megatron.convert.architecture import Architecture
 from pnpo_megatron.convert.family import Family, dense_rows
 from pnpo_megatron.convert.hf_config import HfConfig, read_dense

@@ -1,7 +1,5 @@
 """Qwen 3, dense."""
 
-from __future__ import annotations
-
 from pnpo_megatron.convert.architecture import Architecture
 from pnpo_megatron.convert.family import Family, dense_rows
 from pnpo_megatron.convert.hf_config import HfConfig, read_dense

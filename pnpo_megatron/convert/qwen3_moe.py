@@ -1,7 +1,5 @@
 """Qwen 3 with a mixture of experts in every layer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from pnpo_megatron.convert.architecture import Architecture, Experts

@@ -3,8 +3,6 @@
 Works on anything whose ``named_parameters`` carry Megatron's names; no Megatron import is needed.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

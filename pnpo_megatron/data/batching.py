@@ -1,7 +1,5 @@
 """A rollout batch to mini-batches of whole groups, with each trained token's share of the loss."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

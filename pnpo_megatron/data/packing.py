@@ -1,7 +1,5 @@
 """Sequences to packed micro-batches on one context-parallel rank, built without a loop over tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Which sequence goes into which micro-batch on which rank: integers only, the same answer on every rank."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass

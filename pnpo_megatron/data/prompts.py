@@ -1,7 +1,5 @@
 """Prompt files to distinct, tokenised prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Rows of prompt files: JSON Lines and DAPO-Math-17k's parquet columns, each row with the place it came
 from."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 """From a conversation to the token ids that are sampled from, trained on and evaluated: one place for
 all three."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Avg@k and pass@k with standard errors, macro means and paired differences. Plain Python, no model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

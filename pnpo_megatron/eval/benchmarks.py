@@ -1,7 +1,5 @@
 """Benchmark files to problems, through the same template code as training prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Score the sampler's current weights on benchmarks: Avg@k, with every problem graded exactly k times."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from time import perf_counter
 

@@ -1,7 +1,5 @@
 """Problems of a benchmark that a model was, or may have been, trained on: letters and digits compared."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """Responses of an evaluation that is not finished: kept as they come, so that a killed one goes on."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What an evaluation found: kept per sample, summarised per benchmark, written whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

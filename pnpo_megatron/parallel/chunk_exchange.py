@@ -4,8 +4,6 @@ One number a chunk goes round. NaN and infinity travel inside it: as three reser
 the smallest key of a minimum.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor

@@ -4,8 +4,6 @@ Each padded sequence is cut into 2C equal chunks; rank r of C holds chunk r, the
 mask that gives every rank the same work. C = 1 is the same rule: both halves, in order.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

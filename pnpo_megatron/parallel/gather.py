@@ -1,7 +1,5 @@
 """Joining the shards of a tensor inside autograd."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The process groups of one rank, handed around as one value."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch.distributed as dist

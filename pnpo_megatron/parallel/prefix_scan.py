@@ -6,8 +6,6 @@ every rank knows the whole masks. Sums are int64 counts of `GRID_NATS`, so they 
 and packing; wrap-around cannot spoil a difference of two running counts, only a sum beyond 2^27 nats.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup

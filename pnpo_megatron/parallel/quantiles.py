@@ -1,7 +1,5 @@
 """Exact quantiles of numbers that lie on several ranks, without bringing them together."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

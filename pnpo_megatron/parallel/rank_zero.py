@@ -1,7 +1,5 @@
 """Work that one rank does for all: sampling, grading, evaluating, writing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """Sums and maxima of metrics over a named group."""
 
-from __future__ import annotations
-
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup

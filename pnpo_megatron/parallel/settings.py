@@ -1,7 +1,5 @@
 """Sizes of the parallel dimensions, and which of them an architecture can be trained under: plain numbers."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

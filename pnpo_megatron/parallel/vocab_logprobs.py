@@ -7,8 +7,6 @@ sum forward, and the [N, h] gradient of the hidden states backward. The collecti
 function, so every shard's gradient is complete.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

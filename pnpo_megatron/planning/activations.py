@@ -3,8 +3,6 @@
 Every term is a tensor that some module saves; sizes are bytes a token of this rank.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from pnpo_megatron.convert.architecture import Architecture

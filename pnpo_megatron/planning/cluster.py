@@ -1,7 +1,5 @@
 """GPUs of one kind: what a small TOML file says about them."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from dataclasses import dataclass, fields

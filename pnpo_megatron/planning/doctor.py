@@ -1,7 +1,5 @@
 """``pnpo-megatron doctor``: whether a configuration fits a cluster, and where its time would go."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Layouts that fit, fastest first, for a job that does not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from pnpo_megatron.errors import UserError

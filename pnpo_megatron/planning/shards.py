@@ -1,7 +1,5 @@
 """What one rank holds of weights, gradients and optimizer state: exact, buffers and padding included."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Predicted seconds of a step: rooflines with stated constants, to compare layouts, not to promise."""
 
-from __future__ import annotations
-
 import heapq
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Left out are integers (prefix sums, token counts, quantiles, shapes of messages) and the norm's one number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 

@@ -5,8 +5,6 @@ A checkpoint folder holds Megatron's files, ``architecture.json`` (what the weig
 state, a manifest, and what the caller adds, such as the run state.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """What of a model and its optimizer a checkpoint holds, and which rank writes what: Megatron's own plan."""
 
-from __future__ import annotations
-
 import io
 import queue
 import warnings

@@ -6,8 +6,6 @@ without a deadline; here a thread writes. No rank ever writes to the disk in the
 full disk is an error that all ranks agree on.
 """
 
-from __future__ import annotations
-
 import json
 import queue
 import shutil

@@ -1,7 +1,5 @@
 """Whole checkpoints from HF folders and back, in one process: what `tools/checkpoint_convert` calls."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ sequence up to itself. Sequences of similar length run in one call, padded at th
 no real query can see a padded key.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """The experts of one rank in two grouped matrix products, instead of three small ones for each."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

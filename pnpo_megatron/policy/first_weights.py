@@ -1,7 +1,5 @@
 """The weights that a run began with, kept on the host: the reference of `objective.kl_coef`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 

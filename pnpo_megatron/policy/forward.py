@@ -1,7 +1,5 @@
 """A mini-batch cut into micro-batches, and these through the model with Megatron's schedules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Does a later epoch still pull where the first did? The cosine of its gradient with the first's sum."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

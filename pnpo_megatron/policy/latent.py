@@ -1,7 +1,5 @@
 """Megatron's settings and layers for latent attention, shared experts and a grouped router (DeepSeek-V3)."""
 
-from __future__ import annotations
-
 from copy import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """MegatronLearner: scores, updates and exports the policy, whatever the split."""
 
-from __future__ import annotations
-
 import math
 import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence

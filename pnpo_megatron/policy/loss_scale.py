@@ -17,8 +17,6 @@ context-parallel rank: each holds a part of the same auxiliary loss (moe_utils.p
 counts. The policy loss is multiplied by the same sum, known from the packing beforehand, and comes out whole.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Megatron's configuration of an HF architecture on a layout."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 

@@ -4,8 +4,6 @@ Its last stage returns hidden states, never logits: log-probs come from the chun
 (`parallel/vocab_logprobs.py`), which takes them and the output weight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The learner leaves a GPU that it shares with a rollout engine, and comes back (`rollout.colocation`)."""
 
-from __future__ import annotations
-
 from pnpo_megatron.errors import ConfigError
 from pnpo_megatron.policy.learner import MegatronLearner
 

@@ -1,7 +1,5 @@
 """Megatron's data-parallel wrapper and AdamW, the learning rate by steps, a step that may be refused."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ second one shares a single step tensor between all parameters after a load, so e
 times. With this class every machine takes the first path.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterable
 from typing import Any

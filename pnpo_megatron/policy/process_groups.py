@@ -1,7 +1,5 @@
 """Starts torch.distributed and Megatron's process groups, and hands them on as one `ParallelGroups`."""
 
-from __future__ import annotations
-
 import gc
 import os
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Every random generator of a rank, in a checkpoint."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

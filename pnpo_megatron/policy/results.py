@@ -1,7 +1,5 @@
 """What the micro-batches of all ranks gave, put together: the same on every rank. Collective."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@ Megatron cuts the pack into its sequences, asks the device for their lengths and
 queries and for the keys of every layer; here one gather makes them once a micro-batch.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

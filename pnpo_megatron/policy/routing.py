@@ -6,8 +6,6 @@ went to when its old log-probs were computed, or already where it was sampled (`
 gradients still reach the router through the chosen scores.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field

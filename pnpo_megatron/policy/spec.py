@@ -1,7 +1,5 @@
 """Which modules a transformer layer is made of, with TransformerEngine and without."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 

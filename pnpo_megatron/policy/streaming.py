@@ -4,8 +4,6 @@ A model on the meta device says through Megatron's own `sharded_state_dict` unde
 and in which pieces each parameter lies in a torch_dist checkpoint. Its bytes are fetched when its turn comes.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Callable, Iterator

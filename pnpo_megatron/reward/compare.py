@@ -1,8 +1,6 @@
 """Whether a final answer equals the gold, from cheap and exact to symbolic: text, numbers, lists, formulas;
 intervals and inequalities are formulas."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 

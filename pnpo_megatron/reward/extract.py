@@ -5,8 +5,6 @@ The rules (TRAPS H02, H04): only text after the last ``</think>`` counts; the an
 stops inside its last box was cut off there and has no answer; it does not fall back to an earlier box.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Exact value decides: no floats, no rounding, integers of any size. Text from a m
 as code.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from pnpo_megatron.reward.compare import equal

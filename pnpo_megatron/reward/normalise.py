@@ -1,8 +1,6 @@
 """Spellings of one answer brought to one form: text to text, and text to exact numbers. No mathematics
 beyond that."""
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """One grading process as its parent sees it: a socket, a state and a deadline."""
 
-from __future__ import annotations
-
 import math
 import os
 import socket

@@ -4,8 +4,6 @@ math-verify reads LaTeX and decides; it rounds, though (1/2^98 equals 1/2^99 for
 must also hold to 60 significant digits here. Text that would cost unbounded time is refused before parsing.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import re

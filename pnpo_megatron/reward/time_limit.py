@@ -1,7 +1,5 @@
 """A time limit for pure-Python work that needs no signal, so that it holds in any thread (TRAPS H03)."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 import time

@@ -4,8 +4,6 @@ It is a program of its own (``python -m``), not a fork or a spawn: it imports ne
 main module, and it can be started from a thread, a daemonic pool process or an event loop alike.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import resource

@@ -1,7 +1,5 @@
 """The next batch, sampled and graded in a thread while the learner updates (rollout.max_lag = 1)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar

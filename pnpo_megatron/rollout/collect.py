@@ -1,7 +1,5 @@
 """One rollout batch: sample, grade while the rest still generates, group-relative advantages (Eq. 10)."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress

@@ -4,8 +4,6 @@ The loop looks at the pipe before every engine step, so an abort or the end of t
 within one step.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Learner against engine: same weights, same tokens, two programs. A bias of the gate width eats the gate."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

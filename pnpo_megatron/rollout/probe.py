@@ -1,7 +1,5 @@
 """Start-up self-check: what learner and engine make of a short batch, against the width of the gate."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

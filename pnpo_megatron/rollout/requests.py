@@ -1,7 +1,5 @@
 """PURE: prompts to what the worker needs, and its arrays back to rollouts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

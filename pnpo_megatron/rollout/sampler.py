@@ -4,8 +4,6 @@ It talks in messages to whatever generates: an engine in a child process (`vllm_
 (`server_sampler`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import time

@@ -1,7 +1,5 @@
 """One vLLM server: what is asked of it over HTTP, and what its silence means."""
 
-from __future__ import annotations
-
 import asyncio
 from base64 import b64decode
 from collections.abc import Mapping

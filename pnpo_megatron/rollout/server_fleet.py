@@ -4,8 +4,6 @@ One event loop in a thread does all the talking; replies come through a queue. A
 nothing but time: the prompts it had not finished go to the others, with the same seeds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """Engines behind HTTP: one vLLM server a node, started by `pnpo-megatron serve`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """One weight sync of rollout servers over NCCL: requests that say what comes, beside the broadcast of it."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What an engine is built with, and what its sampler is held to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The set of token ids that end a response: the engine stops on it and the mask includes it (TRAPS H08)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rollout files: a JSON Lines file for people and a safetensors file for replay, one pair a step."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

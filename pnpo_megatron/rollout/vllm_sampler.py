@@ -1,7 +1,5 @@
 """An engine in a child process of this one. Never imports vllm."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 vLLM imports this module in every worker process, because the launcher names `Extension` as worker extension.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

@@ -3,8 +3,6 @@
 The manifest travels with the request (`vllm_transfer`), so both ways end in the same checksums.
 """
 
-from __future__ import annotations
-
 import hmac
 import mmap
 import os

@@ -4,8 +4,6 @@ Nothing here has run on a GPU yet. NCCL is spoken by ctypes, because torch's pro
 communicators that vLLM's workers make.
 """
 
-from __future__ import annotations
-
 import base64
 import ctypes
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ killed, and the size limit of /dev/shm does not apply. A manifest (names, shapes
 checksums) goes over the pipe; the bytes do not.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import os

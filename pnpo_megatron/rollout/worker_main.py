@@ -3,8 +3,6 @@
 Ties the process to its trainer first and imports what is heavy after that: the engine takes seconds.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

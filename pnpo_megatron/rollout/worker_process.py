@@ -1,7 +1,5 @@
 """Starts the worker in a clean environment, talks to it with deadlines, and explains its death."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Where a step's batch comes from: another run, this one's disk, a thread beside the updates, or anew."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable

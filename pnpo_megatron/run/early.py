@@ -5,8 +5,6 @@ there. What is scored together never depends on who came first, so the numbers d
 what is trained together, so weights at update 1 are 1 within rounding only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from queue import Empty, SimpleQueue

@@ -1,7 +1,5 @@
 """What a run says once, for a person to read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

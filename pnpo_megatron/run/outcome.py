@@ -1,7 +1,5 @@
 """What a step leaves behind beside a checkpoint: scores on benchmarks, and a Hugging Face folder."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 from pnpo_megatron.build import Live

@@ -1,7 +1,5 @@
 """A rollout batch from rank 0 to all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

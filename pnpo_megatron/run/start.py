@@ -1,7 +1,5 @@
 """Starts a training run, or goes on with one, and sees that everything it started ends."""
 
-from __future__ import annotations
-
 import gc
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The weight sync: the learner's weights to the engine, and whether both then say the same."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace

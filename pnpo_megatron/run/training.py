@@ -1,7 +1,5 @@
 """What the loop's parts do on this rank, and what is due after an update and after a step."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Mapping
 from types import FrameType
