@@ -41,6 +41,6 @@ def test_nothing_that_could_be_code_is_unpickled(folder):
         where
         for where, call in calls(folder)
         if ast.unparse(call.func) in RUNS_WHAT_IT_READS
-        and not {"weights_only=True", "allow_pickle=False"} & set(map(ast.unparse, call.keywords))  # data only
+        and not {"weights_only=True", "allow_pickle=False"} & set(map(ast.unparse, call.keywords))
     ]
     assert not found, "policy/checkpoint.py has the one reader of pickles, which knows names of data only"
