@@ -162,6 +162,11 @@ class RolloutBatch:
             self, sequences=tuple(replace(one, reference_logprobs=column) for one, column in pairs)
         )
 
+    def with_routes(self, routes: Sequence[Tensor | None]) -> RolloutBatch:
+        """The same batch with, or without, what the sampler said about experts."""
+        pairs = zip(self.sequences, routes, strict=True)
+        return replace(self, sequences=tuple(replace(one, routes=chosen) for one, chosen in pairs))
+
 
 @dataclass(frozen=True)
 class Counts:

@@ -1,5 +1,6 @@
 """What may be added to the policy loss: a pull back to the run's first weights, and one towards entropy."""
 
+import torch
 from torch import Tensor
 
 
@@ -19,7 +20,9 @@ def regulariser(
         reference_logprobs: [n] of the same tokens; needed where kl_coef is not 0.
         loss_share: [n] float32, as in `policy_loss`.
     """
-    total = -entropy_coef * entropy if entropy_coef else 0.0 * entropy.detach()
+    total = torch.zeros_like(loss_share)
+    if entropy_coef:  # a gradient of the entropy, even of zeros, is a second pass over the logits
+        total = total - entropy_coef * entropy
     if kl_coef:
         assert reference_logprobs is not None
         total = total + kl_coef * k3(policy_logprobs, reference_logprobs)

@@ -230,8 +230,7 @@ class MegatronLearner:
         """
         scale = loss_scale(self.config, list(work.all_tokens), cp_rank=self.groups.cp_rank)
         dumped: dict[str, list[tuple[MicroBatch, Tensor]]] = {name: [] for name in DUMPED}
-        kl_coef, entropy_coef = self.settings.kl_coef, self.settings.entropy_coef
-        reference = _reference(mini_batch).to(self.device) if kl_coef else None
+        reference = _reference(mini_batch).to(self.device) if self.settings.kl_coef else None
 
         def last_stage(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
             packed = micro_batch.packed
@@ -247,15 +246,8 @@ class MegatronLearner:
                 self.groups.cp,
             )
             loss, terms = policy_loss(objective, policy, stats, packed.advantages, packed.loss_share)
-            if kl_coef or entropy_coef:
-                loss = loss + regulariser(
-                    logprobs,
-                    entropy,
-                    None if reference is None else reference[micro_batch.places],
-                    packed.loss_share[micro_batch.slots],
-                    kl_coef=kl_coef,
-                    entropy_coef=entropy_coef,
-                )
+            if self.settings.kl_coef or self.settings.entropy_coef:
+                loss = loss + self._regulariser(logprobs, entropy, micro_batch, reference)
             if self.token_dump is not None:
                 at = micro_batch.slots
                 columns = logprobs.detach(), terms.log_weight[at], terms.keep[at]
@@ -292,6 +284,18 @@ class MegatronLearner:
             for chunk in self.chunks:
                 chunk.scale_gradients(factor)
         return total, spread
+
+    def _regulariser(
+        self, logprobs: Tensor, entropy: Tensor, micro_batch: MicroBatch, reference: Tensor | None
+    ) -> Tensor:
+        return regulariser(
+            logprobs,
+            entropy,
+            None if reference is None else reference[micro_batch.places],
+            micro_batch.packed.loss_share[micro_batch.slots],
+            kl_coef=self.settings.kl_coef,
+            entropy_coef=self.settings.entropy_coef,
+        )
 
     def _agree(self, reason: str, norm: float) -> int:
         """Index of the reason to skip, 0 to step; the same on every rank (GPU.md 13)."""

@@ -112,8 +112,12 @@ def experts_overrides(
     Raises:
         ConfigError: such a setting, and a model without experts, or without a bias of experts.
     """
-    keys = {"router_replay": replay, "moe_aux_loss": aux_loss, "moe_bias_rate": bias_rate}
-    keys["grouped_experts"] = grouped
+    keys = {
+        "router_replay": replay,
+        "moe_aux_loss": aux_loss,
+        "moe_bias_rate": bias_rate,
+        "grouped_experts": grouped,
+    }
     if arch.experts is None and any(keys.values()):
         key = next(key for key, value in keys.items() if value)
         raise ConfigError(f"model.{key} = {keys[key]}: {arch.family} has no experts; leave it out")

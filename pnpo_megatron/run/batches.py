@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from pnpo_megatron.build import Live
@@ -65,7 +65,7 @@ class Batches:
             DataError: it has none.
         """
         if self.config.model.router_replay != "rollout":
-            return replace(batch, sequences=tuple(replace(one, routes=None) for one in batch.sequences))
+            return batch.with_routes([None] * len(batch.sequences))
         if any(one.routes is None for one in batch.sequences):
             raise DataError(
                 f"step {batch.step}: its responses were sampled without the routes that model.router_replay "

@@ -1,7 +1,6 @@
 """A rollout batch from rank 0 to all ranks."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ def share_batch(
         if not routes:
             return batch, metrics, None
         held.append(torch.cat(routes))
-        return _with_routes(batch, [None] * len(routes)), metrics, (held[0].shape, held[0].dtype)
+        return batch.with_routes([None] * len(routes)), metrics, (held[0].shape, held[0].dtype)
 
     batch, metrics, form = from_rank_zero(without_routes, group, doing)
     if form is None:
@@ -34,9 +33,4 @@ def share_batch(
     whole = held[0] if held else torch.empty(form[0], dtype=form[1])
     if group is not None:
         dist.broadcast(whole, group_src=0, group=group)
-    return _with_routes(batch, whole.split([len(one.ids) for one in batch.sequences])), metrics
-
-
-def _with_routes(batch: RolloutBatch, routes: Any) -> RolloutBatch:
-    pairs = zip(batch.sequences, routes, strict=True)
-    return replace(batch, sequences=tuple(replace(one, routes=chosen) for one, chosen in pairs))
+    return batch.with_routes(whole.split([len(one.ids) for one in batch.sequences])), metrics
